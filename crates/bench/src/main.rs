@@ -1,0 +1,2 @@
+//! Filled by its own steps; see docs/architecture.md.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The private channel between host and guest: control messages and the start of a data session.

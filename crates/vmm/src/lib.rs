@@ -1,0 +1,11 @@
+//! Starts, stops and snapshots machines, whatever the virtual machine monitor: the [`Vmm`] trait and its drivers.
+//!
+//! A driver turns a [`MachineSpec`] into a process started through `space_node_manager::Privileges`. Nothing above
+//! this crate knows which monitor runs a machine; what differs is said by [`Capabilities`].
+
+pub mod machine;
+
+pub use machine::{
+    Capabilities, DiskLayer, ExitReason, FrozenLayer, Machine, MachineSpec, MachineTemplate, MemoryDelta,
+    MemoryRun, PortStream, StartMode, Vmm, VmmError,
+};
