@@ -56,7 +56,11 @@ pub struct NewSandbox {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub auto_resume: Option<AutoResume>,
     /// Accepted and without effect: in this version no sandbox has a way out.
-    #[serde(default, rename = "allow_internet_access", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        rename = "allow_internet_access",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub allow_internet_access: Option<bool>,
     /// Traffic rules.
     #[serde(default, skip_serializing_if = "Option::is_none")]

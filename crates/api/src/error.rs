@@ -100,9 +100,13 @@ mod tests {
             hint: None,
         };
         let text = serde_json::to_string(&body).expect("serialises");
-        assert_eq!(text, r#"{"code":404,"message":"no","error_code":"template_not_found"}"#);
+        assert_eq!(
+            text,
+            r#"{"code":404,"message":"no","error_code":"template_not_found"}"#
+        );
         let later: ErrorBody =
-            serde_json::from_str(r#"{"code":400,"message":"m","error_code":"of_a_later_version"}"#).expect("parses");
+            serde_json::from_str(r#"{"code":400,"message":"m","error_code":"of_a_later_version"}"#)
+                .expect("parses");
         assert_eq!(later.error_code, Some(ErrorCode::Unknown));
     }
 }

@@ -56,7 +56,11 @@ impl FromStr for ApiKey {
             && digits
                 .bytes()
                 .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
-        if valid { Ok(Self(given.to_owned())) } else { Err(ParseKeyError) }
+        if valid {
+            Ok(Self(given.to_owned()))
+        } else {
+            Err(ParseKeyError)
+        }
     }
 }
 
@@ -101,7 +105,13 @@ mod tests {
         assert_eq!(key.hash().as_str().len(), 64);
         let ours = format!("space_{}", &key.expose()[4..]);
         assert!(ours.parse::<ApiKey>().is_ok());
-        for bad in ["", "e2b_", "e2b_zz", &key.expose()[1..], &key.expose().to_uppercase()] {
+        for bad in [
+            "",
+            "e2b_",
+            "e2b_zz",
+            &key.expose()[1..],
+            &key.expose().to_uppercase(),
+        ] {
             assert_eq!(bad.parse::<ApiKey>(), Err(ParseKeyError), "{bad}");
         }
     }

@@ -1,1 +1,96 @@
-//! Filled by its own steps; see docs/architecture.md.
+//! The metadata store: what should be. Nodes say what is; the controller makes them agree.
+//!
+//! [`Store`] is the seam; [`sqlite::SqliteStore`] is its first implementation. The suite in `tests/contract.rs` is
+//! written against the trait, so that the next implementation joins by adding one constructor to it.
+//!
+//! Who may change a sandbox's state:
+//!
+//! ```text
+//!  reserve ──► creating ──mark_running──► running
+//!                  │                         │
+//!                  └────────── end ──────────┴──► ended      (the first end wins, later ones change nothing)
+//! ```
+
+pub mod error;
+pub mod model;
+pub mod sqlite;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use space_api::{
+    id::{KeyId, ProjectId, SandboxId},
+    key::ApiKey,
+    rest::{KeyRecord, ProjectUsage, Quotas},
+};
+
+pub use error::StoreError;
+pub use model::{
+    Bootstrap, Claim, Cursor, End, Event, IDEMPOTENCY_LIFETIME, ListFilter, Listed, NewSandbox, Principal,
+    Prior, Project, Quota, Ready, Reservation, SandboxRow, SortOrder,
+};
+pub use sqlite::SqliteStore;
+
+/// The seam. Each call is one transaction. What it has written survives the end of the process; it survives the loss of
+/// power once a later [`Store::flush`] has answered.
+#[async_trait]
+pub trait Store: Send + Sync + std::fmt::Debug {
+    /// Makes sure that there is a project `default` and a key to it. `known` is the key of an earlier run: it is kept
+    /// (also when the store is new), unless it was revoked. Without one, a new key is made.
+    async fn ensure_default_project_and_key(
+        &self,
+        quotas: Quotas,
+        known: Option<ApiKey>,
+    ) -> Result<Bootstrap, StoreError>;
+
+    /// Makes a project. Fails if the name is taken.
+    async fn create_project(&self, name: &str, quotas: Quotas) -> Result<Project, StoreError>;
+
+    /// What a project uses now.
+    async fn usage(&self, project: &ProjectId) -> Result<ProjectUsage, StoreError>;
+
+    /// Makes a key; the only time its secret is seen.
+    async fn create_key(&self, project: &ProjectId, name: &str) -> Result<(KeyRecord, ApiKey), StoreError>;
+
+    /// Keys of a project, oldest first, revoked ones too.
+    async fn keys(&self, project: &ProjectId) -> Result<Vec<KeyRecord>, StoreError>;
+
+    /// Revokes a key; `false` if the project has no such key. Revoking twice changes nothing.
+    async fn revoke_key(&self, project: &ProjectId, key: &KeyId) -> Result<bool, StoreError>;
+
+    /// Who holds this key; `None` if nobody does or it was revoked.
+    async fn authenticate(&self, key: &ApiKey) -> Result<Option<Principal>, StoreError>;
+
+    /// Checks quotas and the idempotency key and writes the sandbox as `creating`, all or nothing.
+    async fn reserve(&self, sandbox: &NewSandbox, claim: Option<&Claim>) -> Result<Reservation, StoreError>;
+
+    /// Makes everything written so far survive a loss of power. Concurrent calls share one disk write.
+    async fn flush(&self) -> Result<(), StoreError>;
+
+    /// `creating` to `running`; `false` if it has ended meanwhile.
+    async fn mark_running(&self, id: &SandboxId, generation: u64, ready: &Ready) -> Result<bool, StoreError>;
+
+    /// Records an end; `false` if it had ended before or there is no such life. `release_claim` frees the idempotency key of
+    /// a create that was undone, so that the client may try again.
+    async fn end(&self, id: &SandboxId, end: &End, release_claim: bool) -> Result<bool, StoreError>;
+
+    /// Records a new deadline; `false` if it is not live.
+    async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<bool, StoreError>;
+
+    /// A sandbox by id, of whichever project, live or ended. The caller checks whose it is.
+    async fn sandbox(&self, id: &SandboxId) -> Result<Option<SandboxRow>, StoreError>;
+
+    /// One page of a project's sandboxes.
+    async fn list(&self, project: &ProjectId, filter: &ListFilter) -> Result<Listed, StoreError>;
+
+    /// All that have not ended, of all projects.
+    async fn live(&self) -> Result<Vec<SandboxRow>, StoreError>;
+
+    /// What happened to a sandbox, oldest first, at most 1000.
+    async fn events(&self, id: &SandboxId) -> Result<Vec<Event>, StoreError>;
+
+    /// Settles claims that an earlier run of the platform left open: `done` where the sandbox runs, `unknown` elsewhere.
+    async fn settle_claims(&self) -> Result<u64, StoreError>;
+
+    /// Forgets sandboxes that ended before `ended_before`, with their events, and claims that have expired.
+    async fn prune(&self, ended_before: Timestamp) -> Result<u64, StoreError>;
+}

@@ -1,0 +1,256 @@
+//! What is stored, in types.
+
+use std::{collections::BTreeMap, fmt, time::Duration};
+
+use jiff::Timestamp;
+use space_api::{
+    id::{KeyId, ProjectId, SandboxId},
+    key::ApiKey,
+    lifecycle::{EndCause, SandboxState},
+    rest::Quotas,
+    size::SizeClass,
+};
+
+/// How long the answer to a create is remembered under its idempotency key.
+pub const IDEMPOTENCY_LIFETIME: Duration = Duration::from_secs(24 * 3600);
+
+/// A tenant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Project {
+    /// Its id.
+    pub id: ProjectId,
+    /// Its name, unique.
+    pub name: String,
+    /// What it may use at once.
+    pub quotas: Quotas,
+}
+
+/// Who is asking.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Principal {
+    /// The tenant.
+    pub project: Project,
+    /// The key that was shown.
+    pub key: KeyId,
+}
+
+/// The outcome of [`Store::ensure_default_project_and_key`](crate::Store::ensure_default_project_and_key).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bootstrap {
+    /// The default project.
+    pub project: Project,
+    /// A key that opens it.
+    pub key: ApiKey,
+    /// Whether the key was made just now and must be kept by the caller.
+    pub key_is_new: bool,
+}
+
+/// A sandbox to be written as `creating`.
+#[derive(Clone, PartialEq)]
+pub struct NewSandbox {
+    /// Its id, fresh.
+    pub id: SandboxId,
+    /// Its owner.
+    pub project: ProjectId,
+    /// As asked for.
+    pub template: String,
+    /// What is reserved for it.
+    pub size: SizeClass,
+    /// 1 for a new id.
+    pub generation: u64,
+    /// Its labels.
+    pub metadata: BTreeMap<String, String>,
+    /// What the daemon's services ask for; `None` if they ask for nothing.
+    pub access_token: Option<String>,
+    /// What its ports ask for; `None` if they are public.
+    pub traffic_token: Option<String>,
+    /// Host header that programs inside see.
+    pub mask_request_host: Option<String>,
+    /// When the create was accepted.
+    pub started_at: Timestamp,
+    /// When it will be ended.
+    pub deadline: Timestamp,
+}
+
+/// A stored sandbox.
+#[derive(Clone, PartialEq)]
+pub struct SandboxRow {
+    /// What it was made with; `template` and `size` as resolved once it runs.
+    pub sandbox: NewSandbox,
+    /// Where in its life it is.
+    pub state: SandboxState,
+    /// `sha256:…`, empty until it runs.
+    pub template_digest: String,
+    /// When it ended.
+    pub ended_at: Option<Timestamp>,
+    /// Why it ended.
+    pub end_cause: Option<EndCause>,
+    /// Milliseconds from create to ready.
+    pub ready_ms: Option<f64>,
+    /// CPU time of the machine, microseconds.
+    pub cpu_micros: Option<u64>,
+}
+
+/// What is known once a sandbox runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ready {
+    /// `name:tag`, as resolved.
+    pub template: String,
+    /// `sha256:…`.
+    pub template_digest: String,
+    /// What it really has.
+    pub size: SizeClass,
+    /// Milliseconds from create to ready.
+    pub ready_ms: Option<f64>,
+}
+
+/// The end of one life.
+#[derive(Debug, Clone, PartialEq)]
+pub struct End {
+    /// Which life.
+    pub generation: u64,
+    /// Why.
+    pub cause: EndCause,
+    /// When.
+    pub ended_at: Timestamp,
+    /// CPU time of the machine, microseconds, if known.
+    pub cpu_micros: Option<u64>,
+}
+
+/// An idempotency key to be claimed by a create.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// As the client sent it.
+    pub key: String,
+    /// Hash of what was asked for.
+    pub request_hash: String,
+    /// Now; an older claim may have expired by it.
+    pub now: Timestamp,
+}
+
+/// The outcome of [`Store::reserve`](crate::Store::reserve).
+#[derive(Debug, Clone, PartialEq)]
+pub enum Reservation {
+    /// Written.
+    Reserved,
+    /// Nothing written: the project would use more than it may.
+    QuotaExceeded {
+        /// Of what.
+        quota: Quota,
+        /// How much it may.
+        limit: u64,
+    },
+    /// Nothing written: the idempotency key was used before.
+    Used(Prior),
+}
+
+/// What a project has only so much of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quota {
+    /// Live sandboxes.
+    Sandboxes,
+    /// Their vCPUs.
+    Vcpus,
+    /// Their memory in MiB.
+    Memory,
+}
+
+/// What the idempotency key was used for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Prior {
+    /// The same request, answered with this sandbox.
+    Done(Box<SandboxRow>),
+    /// The same request, not answered yet.
+    InProgress,
+    /// The same request; the platform stopped before it was answered.
+    Unknown,
+    /// Another request.
+    Mismatch,
+}
+
+/// Which sandboxes to list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListFilter {
+    /// Any of these states.
+    pub states: Vec<SandboxState>,
+    /// All of these labels.
+    pub metadata: BTreeMap<String, String>,
+    /// This template: `name:tag`, bare name, or digest.
+    pub template: Option<String>,
+    /// Started at or after.
+    pub started_after: Option<Timestamp>,
+    /// By start time.
+    pub order: SortOrder,
+    /// Start after this one.
+    pub cursor: Option<Cursor>,
+    /// At most so many, 1 to [`ListFilter::MAX_LIMIT`].
+    pub limit: u32,
+}
+
+impl ListFilter {
+    /// Most that one page holds.
+    pub const MAX_LIMIT: u32 = 1000;
+}
+
+/// The last entry of the page before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cursor {
+    /// Its start time.
+    pub started_at: Timestamp,
+    /// Its id.
+    pub id: SandboxId,
+}
+
+/// By start time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SortOrder {
+    /// Oldest first.
+    Ascending,
+    /// Newest first.
+    #[default]
+    Descending,
+}
+
+/// One page.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Listed {
+    /// The entries.
+    pub rows: Vec<SandboxRow>,
+    /// Where the next page starts, if there is one.
+    pub next: Option<Cursor>,
+}
+
+/// Something that happened to a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// When.
+    pub at: Timestamp,
+    /// `creating`, `running`, `deadline`, `ended`.
+    pub kind: String,
+    /// In words.
+    pub detail: String,
+}
+
+// The tokens must not reach a log by way of `Debug`.
+impl fmt::Debug for NewSandbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NewSandbox")
+            .field("id", &self.id)
+            .field("project", &self.project)
+            .field("template", &self.template)
+            .field("size", &self.size)
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for SandboxRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SandboxRow")
+            .field("sandbox", &self.sandbox)
+            .field("state", &self.state)
+            .field("ended_at", &self.ended_at)
+            .field("end_cause", &self.end_cause)
+            .finish_non_exhaustive()
+    }
+}
