@@ -4,10 +4,32 @@
 //! as another user, opening a guest's memory. Objects are owned by name (`space-<installation>-…`) and can be swept.
 //! The trait is asynchronous and passes only values and descriptors, so that its implementation can live in a
 //! process of its own without a change above it.
+//!
+//! [`LocalPrivileges`] performs the acts in this process, which must be root. [`RecordingPrivileges`] only writes
+//! them down, for tests of logic that must run without root.
 
+mod cgroup;
+pub mod fake;
+mod files;
+pub mod local;
+mod network;
 pub mod privileges;
+mod process;
+mod spawn;
 
+pub use fake::{Act, RecordingPrivileges};
+pub use local::LocalPrivileges;
 pub use privileges::{
     ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
     Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess,
 };
+
+/// An [`std::io::Error`] with what was attempted.
+fn failed(act: impl Into<String>, source: impl Into<std::io::Error>) -> PrivilegeError {
+    let (act, source) = (act.into(), source.into());
+    if source.kind() == std::io::ErrorKind::PermissionDenied && !rustix::process::geteuid().is_root() {
+        PrivilegeError::NotPermitted { act }
+    } else {
+        PrivilegeError::System { act, source }
+    }
+}

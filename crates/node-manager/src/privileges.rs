@@ -67,6 +67,12 @@ pub enum PrivilegeError {
         #[source]
         source: std::io::Error,
     },
+    /// The act is possible, but is never done.
+    #[error("refused: {what}")]
+    Refused {
+        /// What and why.
+        what: String,
+    },
     /// The host has no cgroup hierarchy for a limit that was asked for.
     #[error("no cgroup hierarchy on this host has the {controller} controller")]
     NoController {

@@ -1,0 +1,234 @@
+//! [`LocalPrivileges`]: the privileged acts, performed in this process.
+
+use std::{
+    collections::BTreeSet,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use async_trait::async_trait;
+use fs_err as fs;
+use rustix::{
+    fs::{FlockOperation, Mode, OFlags},
+    process::{WaitId, WaitIdOptions},
+};
+use tokio::{
+    io::unix::AsyncFd,
+    sync::watch,
+    task::{JoinSet, spawn_blocking},
+};
+
+use crate::{
+    ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
+    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess, cgroup::Hierarchies, failed, files,
+    network, process, spawn,
+};
+
+/// Performs the acts itself; the process must be root and the calls be made on a tokio runtime with I/O enabled.
+///
+/// Objects of one installation belong to one such value: a lock in its run directory keeps a second one away, which
+/// would otherwise sweep the first one's machines. Dropping it ends nothing that it has made; only nobody learns any
+/// more how a process ends.
+#[derive(Debug)]
+pub struct LocalPrivileges {
+    /// `space-<installation>-`.
+    prefix: String,
+    groups: std::sync::Arc<Hierarchies>,
+    /// One task per living process, which reaps it.
+    watchers: Mutex<JoinSet<()>>,
+    /// Held for as long as this value lives.
+    _lock: OwnedFd,
+}
+
+impl LocalPrivileges {
+    /// Looks at the host and takes the installation's lock.
+    ///
+    /// `installation` is 1 to 16 characters of `[a-z0-9]` and names everything that is made. `run_directory` is
+    /// created if need be.
+    ///
+    /// # Errors
+    /// [`PrivilegeError::NotPermitted`] without root, [`PrivilegeError::BadName`],
+    /// [`PrivilegeError::Refused`] if another one for this installation lives.
+    pub fn new(installation: &str, run_directory: impl Into<PathBuf>) -> Result<Self, PrivilegeError> {
+        // Without a dash no installation's prefix can begin another's.
+        let valid = (1..=16).contains(&installation.len())
+            && installation
+                .bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+        if !valid {
+            return Err(PrivilegeError::BadName {
+                name: installation.chars().take(64).collect(),
+            });
+        }
+        if !rustix::process::geteuid().is_root() {
+            return Err(PrivilegeError::NotPermitted {
+                act: "managing machines".to_owned(),
+            });
+        }
+        let run_directory = run_directory.into();
+        fs::create_dir_all(&run_directory)
+            .map_err(|e| failed(format!("making {}", run_directory.display()), e))?;
+        let lock = lock(&run_directory.join(format!("node-manager-{installation}.lock")))?;
+        network::prepare()?;
+        Ok(Self {
+            prefix: format!("space-{installation}-"),
+            groups: Hierarchies::detect(format!("space-{installation}"))?.into(),
+            watchers: Mutex::default(),
+            _lock: lock,
+        })
+    }
+
+    fn namespace(&self, name: &ObjectName) -> String {
+        format!("{}{name}", self.prefix)
+    }
+}
+
+#[async_trait]
+impl Privileges for LocalPrivileges {
+    async fn create_network(&self, name: &ObjectName) -> Result<Network, PrivilegeError> {
+        let name = self.namespace(name);
+        blocking(move || network::create(&name)).await
+    }
+
+    async fn delete_network(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        let name = self.namespace(name);
+        blocking(move || network::delete(&name)).await
+    }
+
+    async fn create_group(&self, name: &ObjectName, limits: &GroupLimits) -> Result<Group, PrivilegeError> {
+        let (groups, of, limits) = (self.groups.clone(), name.clone(), limits.clone());
+        blocking(move || groups.create(&of, &limits)).await?;
+        Ok(Group { name: name.clone() })
+    }
+
+    async fn group_usage(&self, name: &ObjectName) -> Result<GroupUsage, PrivilegeError> {
+        self.groups.usage(name)
+    }
+
+    async fn kill_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        self.groups.kill(name).await.map(drop)
+    }
+
+    async fn delete_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        self.groups.delete(name).await.map(drop)
+    }
+
+    async fn create_directory(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError> {
+        files::create_directory(path, uid)
+    }
+
+    async fn give_file(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError> {
+        files::give_file(path, uid)
+    }
+
+    async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError> {
+        let membership = self.groups.membership_files(&process.name);
+        let started = blocking(move || spawn::spawn(process, &membership)).await?;
+        let (tell, exit) = watch::channel(None);
+        // SAFETY: an `OwnedFd` is the same open descriptor for as long as it lives. The safe constructor is deprecated.
+        let watch = unsafe { AsyncFd::register_with_interest(started.pidfd, tokio::io::Interest::READABLE) };
+        let watch = match watch {
+            Ok(watch) => watch,
+            Err(error) => {
+                process::kill(started.identity)?;
+                return Err(failed("watching a process", error));
+            }
+        };
+        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        while watchers.try_join_next().is_some() {}
+        watchers.spawn(async move {
+            let status = reap(&watch).await;
+            tell.send_replace(Some(status));
+        });
+        Ok(Spawned {
+            identity: started.identity,
+            exit,
+        })
+    }
+
+    async fn kill(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
+        process::kill(process)
+    }
+
+    async fn open_memory(&self, process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
+        process::open_memory(process)
+    }
+
+    async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
+        let stale = |names: Vec<String>| {
+            // A name of another form was not made here.
+            let names = names.into_iter().filter_map(|n| ObjectName::new(&n).ok());
+            names.filter(|n| !keep.contains(n)).collect::<Vec<_>>()
+        };
+        let mut report = SweepReport::default();
+        for name in stale(self.groups.list()?) {
+            report.processes += self.groups.delete(&name).await?;
+            report.groups += 1;
+        }
+        for name in stale(network::list(&self.prefix)?) {
+            self.delete_network(&name).await?;
+            report.networks += 1;
+        }
+        self.groups.remove_parents();
+        Ok(report)
+    }
+}
+
+/// Waits for the end of a child and reaps it.
+async fn reap(pidfd: &AsyncFd<OwnedFd>) -> ExitStatus {
+    loop {
+        // A pidfd becomes readable when its process ends, and stays so. On an error of the reactor `waitid` decides.
+        let ready = pidfd.readable().await;
+        let wait = WaitId::PidFd(pidfd.get_ref().as_fd());
+        match rustix::process::waitid(wait, WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+            Ok(Some(status)) => {
+                return match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => ExitStatus::Code(code),
+                    (None, signal) => ExitStatus::Signal(signal.unwrap_or(0)),
+                };
+            }
+            Ok(None) => {
+                if let Ok(mut ready) = ready {
+                    ready.clear_ready();
+                }
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!(%error, "the end of a monitor could not be learnt");
+                return ExitStatus::Code(-1);
+            }
+        }
+    }
+}
+
+fn lock(path: &Path) -> Result<OwnedFd, PrivilegeError> {
+    let act = || format!("locking {}", path.display());
+    let file = rustix::fs::open(
+        path,
+        OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW,
+        Mode::RUSR | Mode::WUSR,
+    )
+    .map_err(|e| failed(act(), e))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(PrivilegeError::Refused {
+            what: format!(
+                "another node of this installation is running: it holds {}",
+                path.display()
+            ),
+        }),
+        Err(e) => Err(failed(act(), e)),
+    }
+}
+
+/// Runs an act that blocks for up to a few milliseconds off the runtime's workers.
+async fn blocking<T: Send + 'static>(
+    act: impl FnOnce() -> Result<T, PrivilegeError> + Send + 'static,
+) -> Result<T, PrivilegeError> {
+    match spawn_blocking(act).await {
+        Ok(done) => done,
+        Err(error) => Err(failed("running a privileged act", io::Error::other(error))),
+    }
+}

@@ -1,0 +1,412 @@
+//! Starts a monitor: one child that gives up everything before it runs the program.
+//!
+//! The child is made like `posix_spawn` makes it: it shares the parent's memory, on a stack of its own, while the
+//! calling thread sleeps, until it runs the program or fails. That costs the same however large the parent is
+//! (a plain fork copies page tables), and a failure is reported through the shared memory. Between `clone` and
+//! `execve` the child therefore makes raw system calls only: no allocation, no locks, no libc function that keeps
+//! state of its own (`setuid` of glibc, for one, would signal every thread of the parent).
+
+use std::{
+    ffi::{CString, OsStr, c_char, c_int, c_long, c_void},
+    io,
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::{Path, PathBuf},
+    ptr,
+};
+
+use rustix::{
+    fs::{Mode, OFlags},
+    mm::{MapFlags, ProtFlags},
+};
+
+use crate::{PrivilegeError, ProcessIdentity, VmmProcess, failed, process};
+
+/// Most files a monitor may have open.
+const OPEN_FILES: u64 = 1024;
+
+/// Stack of the child until it runs the program, bytes.
+const STACK: usize = 64 * 1024;
+
+/// More capabilities than any kernel has; dropping one that does not exist is refused and does no harm.
+const CAPABILITIES: c_long = 64;
+
+/// A started process.
+pub(crate) struct Started {
+    pub(crate) identity: ProcessIdentity,
+    pub(crate) pidfd: OwnedFd,
+}
+
+/// Root is never handed out, nor the id that means "no change" to the kernel.
+pub(crate) fn check_uid(uid: u32) -> Result<(), PrivilegeError> {
+    if uid == 0 || uid == u32::MAX {
+        return Err(PrivilegeError::Refused {
+            what: format!("user id {uid} is not an ordinary user"),
+        });
+    }
+    Ok(())
+}
+
+/// What the child works through, in this order; all of it made before.
+struct Plan {
+    membership: Vec<OwnedFd>,
+    namespace: Option<OwnedFd>,
+    standard: [OwnedFd; 3],
+    passed: Vec<(c_int, OwnedFd)>,
+    uid: u32,
+    limits: [(u32, u64); 3],
+    program: CString,
+    arguments: Vec<*const c_char>,
+    environment: Vec<*const c_char>,
+    /// Step and errno of a failure.
+    failure: Option<(&'static str, c_int)>,
+}
+
+/// Starts `process`, which enters the cgroups whose `cgroup.procs` are `membership`. Blocks until it runs.
+pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Started, PrivilegeError> {
+    check_uid(process.uid)?;
+    let act = format!("starting {}", process.program.display());
+    if !process.program.is_absolute() {
+        return Err(PrivilegeError::Refused {
+            what: format!("{act}: the path is not absolute"),
+        });
+    }
+    let log = process.log.as_deref().unwrap_or(Path::new("/dev/null"));
+    let output = open(
+        log,
+        OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::NOFOLLOW,
+    )?;
+    let standard = [
+        open(Path::new("/dev/null"), OFlags::RDONLY)?,
+        output.try_clone().map_err(|e| failed(act.as_str(), e))?,
+        output,
+    ];
+    let membership = membership
+        .iter()
+        .map(|p| open(p, OFlags::WRONLY))
+        .collect::<Result<Vec<_>, PrivilegeError>>()?;
+    let highest = process.descriptors.keys().next_back().copied().unwrap_or(2);
+    if process.descriptors.keys().next().is_some_and(|&first| first < 3) || highest > 255 {
+        let what = format!("{act}: descriptors may be passed as 3 to 255 only");
+        return Err(PrivilegeError::Refused { what });
+    }
+    let passed = process
+        .descriptors
+        .into_iter()
+        .map(|(number, fd)| {
+            // Out of the way of all wanted numbers, so that no dup2 in the child overwrites another's source.
+            rustix::io::fcntl_dupfd_cloexec(&fd, highest + 1).map(|fd| (number, fd))
+        })
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|e| failed(act.as_str(), e))?;
+
+    let strings = std::iter::once(process.program.as_os_str())
+        .chain(process.arguments.iter().map(|a| a.as_os_str()))
+        .map(c_string)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|e| failed(act.as_str(), e))?;
+    let environment = [
+        c"PATH=/usr/sbin:/usr/bin:/sbin:/bin".as_ptr(),
+        c"LANG=C".as_ptr(),
+        ptr::null(),
+    ];
+
+    let mut plan = Plan {
+        membership,
+        namespace: process.network_namespace,
+        standard,
+        passed,
+        uid: process.uid,
+        limits: [
+            (libc::RLIMIT_FSIZE, process.file_size_limit),
+            (libc::RLIMIT_CORE, 0),
+            (libc::RLIMIT_NOFILE, OPEN_FILES),
+        ],
+        program: c_string(process.program.as_os_str()).map_err(|e| failed(act.as_str(), e))?,
+        arguments: strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect(),
+        environment: environment.to_vec(),
+        failure: None,
+    };
+    let started = run(&mut plan).map_err(|e| failed(act.as_str(), e))?;
+    drop(strings);
+    if let Some((step, errno)) = plan.failure {
+        reap(&started.1);
+        return Err(failed(
+            format!("{act}: {step}"),
+            io::Error::from_raw_os_error(errno),
+        ));
+    }
+    let (pid, pidfd) = started;
+    // Not reaped yet, so it has a start time even if it has ended already.
+    let start_ticks = process::start_ticks(pid).ok_or_else(|| {
+        failed(
+            format!("{act}: reading its start time"),
+            io::Error::from_raw_os_error(libc::ESRCH),
+        )
+    })?;
+    Ok(Started {
+        identity: ProcessIdentity { pid, start_ticks },
+        pidfd,
+    })
+}
+
+fn reap(pidfd: &OwnedFd) {
+    use std::os::fd::AsFd;
+    rustix::process::waitid(
+        rustix::process::WaitId::PidFd(pidfd.as_fd()),
+        rustix::process::WaitIdOptions::EXITED,
+    )
+    .ok();
+}
+
+fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, PrivilegeError> {
+    rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR)
+        .map_err(|e| failed(format!("opening {}", path.display()), e))
+}
+
+fn c_string(text: &OsStr) -> io::Result<CString> {
+    CString::new(text.as_bytes())
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "it holds a NUL byte"))
+}
+
+fn run(plan: &mut Plan) -> io::Result<(u32, OwnedFd)> {
+    let stack = Stack::new()?;
+    // SAFETY: a `sigset_t` is plain data for which all zeroes is a valid value.
+    let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
+    // SAFETY: writes to the set it is given.
+    unsafe { libc::sigfillset(&raw mut all) };
+    // No handler of the parent may run in the child, where it would act on the parent's memory.
+    // SAFETY: both sets live until after the call.
+    let blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before) };
+    if blocked != 0 {
+        return Err(io::Error::from_raw_os_error(blocked));
+    }
+    let mut pidfd: c_int = -1;
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    // SAFETY: with CLONE_VFORK this thread sleeps until the child has run the program or exited, so `plan`, `pidfd`
+    // and the stack outlive the child's use of them and nothing else refers to them meanwhile. `child` keeps to raw
+    // system calls (see the module's documentation). std offers no way to do this without a full fork.
+    let pid = unsafe {
+        libc::clone(
+            child,
+            stack.top(),
+            flags,
+            ptr::from_mut(plan).cast::<c_void>(),
+            &raw mut pidfd,
+        )
+    };
+    let error = io::Error::last_os_error();
+    // SAFETY: the set was filled by the first call.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
+    match u32::try_from(pid) {
+        // SAFETY: the kernel stored a new descriptor there, which nothing else owns.
+        Ok(pid) => Ok((pid, unsafe { OwnedFd::from_raw_fd(pidfd) })),
+        Err(_) => Err(error),
+    }
+}
+
+extern "C" fn child(argument: *mut c_void) -> c_int {
+    // SAFETY: `run` passes a `Plan` that nothing else touches until this process has exited or run the program.
+    let plan = unsafe { &mut *argument.cast::<Plan>() };
+    plan.failure = Some(carry_out(plan));
+    // SAFETY: ends this process only, without running anything of the parent.
+    unsafe { libc::syscall(libc::SYS_exit_group, 127 as c_long) };
+    127
+}
+
+/// Returns only if a step failed.
+fn carry_out(plan: &Plan) -> (&'static str, c_int) {
+    /// Makes a system call; on failure ends the function with the step and errno.
+    macro_rules! call {
+        ($step:literal, $number:expr $(, $argument:expr)*) => {{
+            // SAFETY: a raw system call whose pointers all lead into `plan` or to constants, which outlive it.
+            let result = unsafe { libc::syscall($number $(, $argument)*) };
+            if result < 0 {
+                // SAFETY: reads the errno of this thread (shared with the sleeping parent thread).
+                return ($step, unsafe { *libc::__errno_location() });
+            }
+        }};
+    }
+    // Whole registers where the kernel looks at whole registers: an i32 would leave the upper half undefined.
+    let (zero, all_numbers): (c_long, c_long) = (0, c_long::from(u32::MAX));
+    for file in &plan.membership {
+        call!(
+            "entering its cgroup",
+            libc::SYS_write,
+            file.as_raw_fd(),
+            c"0".as_ptr(),
+            1 as c_long
+        );
+    }
+    if let Some(namespace) = &plan.namespace {
+        call!(
+            "entering its network",
+            libc::SYS_setns,
+            namespace.as_raw_fd(),
+            libc::CLONE_NEWNET
+        );
+    }
+    call!("making a session", libc::SYS_setsid);
+    call!("changing directory", libc::SYS_chdir, c"/".as_ptr());
+    // SAFETY: sets a number of this process.
+    unsafe { libc::syscall(libc::SYS_umask, 0o077 as c_long) };
+    for (resource, most) in &plan.limits {
+        let limit = [*most, *most];
+        call!(
+            "limiting it",
+            libc::SYS_prlimit64,
+            0 as c_long,
+            *resource as c_long,
+            limit.as_ptr(),
+            ptr::null::<u64>()
+        );
+    }
+
+    call!(
+        "closing descriptors",
+        libc::SYS_close_range,
+        3 as c_long,
+        all_numbers,
+        libc::CLOSE_RANGE_CLOEXEC as c_long
+    );
+    for (number, file) in (0..).zip(&plan.standard) {
+        call!(
+            "passing standard streams",
+            libc::SYS_dup3,
+            file.as_raw_fd(),
+            number as c_int,
+            0 as c_long
+        );
+    }
+    for (number, file) in &plan.passed {
+        call!(
+            "passing descriptors",
+            libc::SYS_dup3,
+            file.as_raw_fd(),
+            *number,
+            0 as c_long
+        );
+    }
+
+    for capability in 0..CAPABILITIES {
+        // Refused for numbers that are not capabilities; the sets themselves are emptied below.
+        // SAFETY: changes a set of this process only.
+        unsafe {
+            libc::syscall(
+                libc::SYS_prctl,
+                libc::PR_CAPBSET_DROP,
+                capability,
+                zero,
+                zero,
+                zero,
+            )
+        };
+    }
+    call!(
+        "leaving all groups",
+        libc::SYS_setgroups,
+        0 as c_long,
+        ptr::null::<u32>()
+    );
+    call!(
+        "changing group",
+        libc::SYS_setresgid,
+        plan.uid,
+        plan.uid,
+        plan.uid
+    );
+    call!("changing user", libc::SYS_setresuid, plan.uid, plan.uid, plan.uid);
+    let header: [u32; 2] = [0x2008_0522, 0]; // _LINUX_CAPABILITY_VERSION_3, this process
+    let none = [0_u32; 6];
+    call!(
+        "giving up capabilities",
+        libc::SYS_capset,
+        header.as_ptr(),
+        none.as_ptr()
+    );
+    call!(
+        "forbidding new privileges",
+        libc::SYS_prctl,
+        libc::PR_SET_NO_NEW_PRIVS,
+        1 as c_long,
+        zero,
+        zero,
+        zero
+    );
+
+    reset_signals();
+    let none_blocked = 0_u64;
+    call!(
+        "setting the signal mask",
+        libc::SYS_rt_sigprocmask,
+        libc::SIG_SETMASK,
+        &raw const none_blocked,
+        ptr::null::<u64>(),
+        8 as c_long
+    );
+    call!(
+        "running it",
+        libc::SYS_execve,
+        plan.program.as_ptr(),
+        plan.arguments.as_ptr(),
+        plan.environment.as_ptr()
+    );
+    ("running it", libc::ENOEXEC)
+}
+
+/// All signals to their defaults, but a file that grows too large fails the write instead of killing the monitor.
+fn reset_signals() {
+    for signal in 1..=64 as c_int {
+        let handler = if signal == libc::SIGXFSZ {
+            libc::SIG_IGN
+        } else {
+            libc::SIG_DFL
+        };
+        // struct sigaction of the kernel: handler, flags, restorer, mask.
+        let action: [usize; 4] = [handler, 0, 0, 0];
+        // SAFETY: reads `action`; this process has its own table of handlers. SIGKILL and SIGSTOP are refused.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                action.as_ptr(),
+                ptr::null::<usize>(),
+                8 as c_long,
+            )
+        };
+    }
+}
+
+/// A mapping that the child uses as its stack.
+struct Stack {
+    base: *mut c_void,
+}
+
+impl Stack {
+    fn new() -> io::Result<Self> {
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                STACK,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }?;
+        Ok(Self { base })
+    }
+
+    fn top(&self) -> *mut c_void {
+        // SAFETY: one past the end of the mapping, where a stack that grows downwards begins. Page-aligned.
+        unsafe { self.base.byte_add(STACK) }
+    }
+}
+
+impl Drop for Stack {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and the child that used it is gone or has memory of its own by now.
+        unsafe { rustix::mm::munmap(self.base, STACK) }.ok();
+    }
+}
