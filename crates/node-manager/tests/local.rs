@@ -1,5 +1,11 @@
 //! The privileged acts, for real. They need root and skip loudly without it.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "helpers of tests are tests too"
+)]
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
