@@ -3,8 +3,9 @@
 //! `cargo deny` reads the same file and is used where it is installed; the check built in here covers bans, licences
 //! and sources, so that nobody needs to compile cargo-deny first.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result, bail};
-use serde_json::Value;
 
 use crate::{find_program, session::Session};
 
@@ -29,18 +30,24 @@ pub(super) fn check(session: &Session) -> Result<()> {
     let file = session.root().join("deny.toml");
     let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
     let rules = rules(&text)?;
-    let mut metadata = session.cargo();
-    metadata.args([
-        "metadata",
-        "--format-version",
-        "1",
+    // Not `cargo metadata`: that also lists what only a feature nobody enables would bring.
+    let mut tree = session.cargo();
+    tree.args([
+        "tree",
+        "--workspace",
         "--locked",
-        "--filter-platform",
+        "--target",
         "x86_64-unknown-linux-gnu",
     ]);
-    let metadata: Value =
-        serde_json::from_str(&session.output(&mut metadata)?).context("cargo metadata is no JSON")?;
-    let findings = findings(&rules, &metadata)?;
+    tree.args([
+        "--edges",
+        "normal,build,dev",
+        "--prefix",
+        "none",
+        "--format",
+        "{p}\t{l}",
+    ]);
+    let findings = findings(&rules, &session.output(&mut tree)?)?;
     if findings.is_empty() {
         return Ok(());
     }
@@ -77,39 +84,33 @@ fn rules(text: &str) -> Result<Rules> {
     Ok(Rules { banned, licences })
 }
 
-fn findings(rules: &Rules, metadata: &Value) -> Result<Vec<String>> {
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    // `packages` holds those of other platforms too; `resolve` only what is really built here.
-    let used: std::collections::BTreeSet<String> = list(&metadata["resolve"]["nodes"])
-        .iter()
-        .map(|node| text(&node["id"]))
-        .collect();
-    if used.is_empty() {
-        bail!("cargo metadata names no packages");
-    }
+/// Looks at lines `name v1.2.3 (where from)<tab>licence`.
+fn findings(rules: &Rules, tree: &str) -> Result<Vec<String>> {
+    let packages: BTreeSet<&str> = tree.lines().map(|line| line.trim_end_matches(" (*)")).collect();
     let mut found = Vec::new();
-    for package in list(&metadata["packages"]) {
-        if !used.contains(&text(&package["id"])) {
+    for package in &packages {
+        let Some((package, licence)) = package.split_once('\t') else {
             continue;
-        }
-        let name = text(&package["name"]);
-        let shown = format!("{name} {}", text(&package["version"]));
-        if rules.banned.contains(&name) {
+        };
+        let (name, rest) = package.split_once(' ').unwrap_or((package, ""));
+        let shown: Vec<&str> = package.split(' ').take(2).collect();
+        let shown = shown.join(" ");
+        if rules.banned.iter().any(|banned| banned == name) {
             found.push(format!("{shown} is banned (deny.toml says why)"));
         }
-        let source = text(&package["source"]);
-        if source.starts_with("git+") {
+        if rest.contains("://") {
             found.push(format!(
-                "{shown} comes from a git repository, not from a registry"
+                "{shown} comes from a repository of its own, not from the registry"
             ));
         }
-        let licence = text(&package["license"]);
-        if !permits(&licence, &rules.licences) {
+        if !permits(licence, &rules.licences) {
             found.push(format!(
                 "{shown} has the licence {licence:?}, which deny.toml does not allow"
             ));
         }
+    }
+    if packages.len() < 2 {
+        bail!("cargo tree names no packages");
     }
     Ok(found)
 }
@@ -177,8 +178,6 @@ impl Parser<'_> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn allowed() -> Vec<String> {
@@ -215,20 +214,9 @@ mod tests {
     fn banned_crates_git_sources_and_licences_are_found() {
         let rules = rules("[bans]\ndeny = [{ crate = \"ring\", reason = \"one crypto library\" }]\n[licenses]\nallow = [\"MIT\"]").unwrap();
         assert_eq!(rules.banned, ["ring"]);
-        let package = |name: &str, licence: &str, source: &str| json!({"id": name, "name": name, "version": "1.0.0", "license": licence, "source": source});
-        let packages = [
-            package("ring", "MIT", "registry+x"),
-            package("forked", "MIT", "git+https://x.example"),
-            package("viral", "GPL-3.0", "registry+x"),
-            package("unused", "GPL-3.0", "registry+x"),
-            package("good", "MIT", "registry+x"),
-        ];
-        let nodes: Vec<Value> = ["ring", "forked", "viral", "good"]
-            .iter()
-            .map(|id| json!({"id": id}))
-            .collect();
-        let metadata = json!({"packages": packages, "resolve": {"nodes": nodes}});
-        let found = findings(&rules, &metadata).unwrap();
+        let tree = "ours v0.0.0 (/home/x)\tMIT\nring v0.17.0\tMIT\nforked v1.0.0 (https://x.example/y#1234)\tMIT\n\
+                    viral v2.0.0\tGPL-3.0\ngood v1.0.0 (proc-macro)\tMIT\ngood v1.0.0 (proc-macro)\tMIT (*)\n";
+        let found = findings(&rules, tree).unwrap();
         assert_eq!(found.len(), 3, "{found:?}");
     }
 }
