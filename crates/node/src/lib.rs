@@ -1,10 +1,48 @@
 //! The sandbox manager: owns each sandbox's life on one machine.
 //!
-//! [`Node`] is the seam towards the control plane; today it is called in process.
+//! [`Node`] is the seam towards the control plane; today it is called in process. [`NodeManager`] is what stands behind
+//! it: start reading at `sandbox.rs`, which holds the state diagram, then `create.rs` for the steps and `remains.rs` for
+//! undoing them.
 
+#![forbid(unsafe_code)]
+
+mod config;
+mod create;
+mod failure;
+mod host_room;
+mod journal;
+mod link;
+mod lock;
+mod manager;
+mod network_pool;
+mod registry;
+mod remains;
+mod sandbox;
 pub mod seam;
+mod start_up;
+mod templates;
+mod uids;
+mod usage;
 
+#[cfg(test)]
+mod fakes;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use config::{Limits, NodeConfig};
+pub use journal::JournalError;
+pub use lock::LockError;
+pub use manager::NodeManager;
 pub use seam::{
     CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
     TemplateInfo, TunnelError, TunnelStream, Usage,
 };
+pub use start_up::OpenError;
+pub use templates::{ResolvedTemplate, StartingPoint, TemplateError, Templates};
+
+/// Locks a mutex whose data is whole at every point, so that another thread's panic does not matter.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,438 @@
+//! A pretended host, monitor and template store, with faults on demand and an account of what is left.
+//!
+//! The guest behind a pretended machine is real in what it speaks: control frames, nonce, HTTP/2.
+
+mod guest;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fs::File,
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use space_api::size::SizeClass;
+use space_node_manager::{
+    Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError, Privileges,
+    ProcessIdentity, Spawned, SweepReport, VmmProcess,
+};
+use space_vmm::{
+    Capabilities, ExitReason, FrozenLayer, Machine, MachineSpec, MachineTemplate, MemoryDelta, PortStream,
+    StartMode, Vmm, VmmError,
+};
+use tokio::{
+    net::UnixStream,
+    sync::{Notify, watch},
+};
+
+use crate::{
+    locked,
+    seam::TemplateInfo,
+    templates::{ResolvedTemplate, StartingPoint, TemplateError, Templates},
+};
+
+/// What a step does instead of its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// An error.
+    Fail,
+    /// The disk is full.
+    Full,
+    /// A panic.
+    Panic,
+    /// Nothing, until the machine or the fault is gone.
+    Hang,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct World {
+    faults: Mutex<HashMap<&'static str, Fault>>,
+    fault_changed: Notify,
+    networks: Mutex<BTreeSet<ObjectName>>,
+    groups: Mutex<BTreeMap<ObjectName, GroupLimits>>,
+    machines: Mutex<HashMap<String, Arc<Life>>>,
+    /// Extra time of every step, to let races happen.
+    pub(crate) slowness: Mutex<Duration>,
+    /// Most machines that were being started at once.
+    pub(crate) most_starts: AtomicUsize,
+    starts: AtomicUsize,
+    /// Data sessions served so far.
+    pub(crate) sessions: AtomicUsize,
+    /// Whether the guests stay silent on the control port once greeted.
+    pub(crate) mute: AtomicBool,
+    pub(crate) deleted_templates: Mutex<Vec<(String, Vec<String>)>>,
+    capabilities: Capabilities,
+}
+
+/// One pretended machine, known to the world while it lives.
+#[derive(Debug)]
+pub(crate) struct Life {
+    exit: watch::Sender<Option<ExitReason>>,
+    running: watch::Sender<bool>,
+    pub(crate) guest: guest::Guest,
+}
+
+impl Life {
+    pub(crate) fn exits(&self, reason: ExitReason) {
+        self.exit.send_if_modified(|exit| {
+            let first = exit.is_none();
+            if first {
+                *exit = Some(reason);
+            }
+            first
+        });
+    }
+}
+
+impl World {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            faults: Mutex::default(),
+            fault_changed: Notify::new(),
+            networks: Mutex::default(),
+            groups: Mutex::default(),
+            machines: Mutex::default(),
+            slowness: Mutex::default(),
+            most_starts: AtomicUsize::new(0),
+            starts: AtomicUsize::new(0),
+            sessions: AtomicUsize::new(0),
+            mute: AtomicBool::new(false),
+            deleted_templates: Mutex::default(),
+            capabilities: Capabilities {
+                driver: "pretended",
+                version: "1".to_owned(),
+                accelerator: "tcg",
+                cpu_model: "none".to_owned(),
+                isolates_hostile_code: false,
+                layered_disks: true,
+            },
+        })
+    }
+
+    pub(crate) fn inject(&self, step: &'static str, fault: Fault) {
+        locked(&self.faults).insert(step, fault);
+    }
+
+    pub(crate) fn mend(&self) {
+        locked(&self.faults).clear();
+        self.fault_changed.notify_waiters();
+    }
+
+    pub(crate) fn life(&self, name: &str) -> Option<Arc<Life>> {
+        locked(&self.machines).get(name).cloned()
+    }
+
+    /// Everything that exists on the pretended host, by name.
+    pub(crate) fn objects(&self) -> Vec<String> {
+        let machines = locked(&self.machines);
+        let alive = machines.iter().filter(|(_, life)| life.exit.borrow().is_none());
+        let mut all: Vec<_> = alive.map(|(name, _)| format!("machine {name}")).collect();
+        all.extend(locked(&self.networks).iter().map(|name| format!("network {name}")));
+        all.extend(locked(&self.groups).keys().map(|name| format!("group {name}")));
+        all
+    }
+
+    async fn step(&self, step: &'static str) -> io::Result<()> {
+        let slowness = *locked(&self.slowness);
+        if !slowness.is_zero() {
+            tokio::time::sleep(slowness.mul_f64(rand::random::<f64>())).await;
+        }
+        loop {
+            let changed = self.fault_changed.notified();
+            let fault = locked(&self.faults).get(step).copied();
+            match fault {
+                None => return Ok(()),
+                Some(Fault::Fail) => return Err(io::Error::other(format!("{step} fails on demand"))),
+                Some(Fault::Full) => return Err(io::ErrorKind::StorageFull.into()),
+                Some(Fault::Panic) => panic!("{step} panics on demand"),
+                Some(Fault::Hang) => changed.await,
+            }
+        }
+    }
+
+    async fn privileged(&self, act: &'static str) -> Result<(), PrivilegeError> {
+        self.step(act).await.map_err(|source| PrivilegeError::System { act: act.to_owned(), source })
+    }
+}
+
+#[async_trait]
+impl Privileges for World {
+    async fn create_network(&self, name: &ObjectName) -> Result<Network, PrivilegeError> {
+        assert!(locked(&self.networks).insert(name.clone()), "{name} is used twice");
+        // Fails after making it, which is the harder case.
+        self.privileged("create_network").await?;
+        let null = || File::open("/dev/null").map(OwnedFd::from).expect("there is always /dev/null");
+        Ok(Network { namespace: null(), tap: null() })
+    }
+
+    async fn delete_network(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        self.privileged("delete_network").await?;
+        locked(&self.networks).remove(name);
+        Ok(())
+    }
+
+    async fn create_group(&self, name: &ObjectName, limits: &GroupLimits) -> Result<Group, PrivilegeError> {
+        assert!(locked(&self.groups).insert(name.clone(), limits.clone()).is_none(), "{name} is used twice");
+        self.privileged("create_group").await?;
+        Ok(Group { name: name.clone() })
+    }
+
+    async fn group_usage(&self, name: &ObjectName) -> Result<GroupUsage, PrivilegeError> {
+        self.privileged("group_usage").await?;
+        assert!(locked(&self.groups).contains_key(name), "{name} has no group");
+        Ok(GroupUsage { cpu_micros: 1000, memory_bytes: 2000, oom_kills: 0 })
+    }
+
+    async fn kill_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        self.privileged("kill_group").await?;
+        if let Some(life) = self.life(name.as_str()) {
+            life.exits(ExitReason::MonitorFailed { detail: "signal 9".to_owned() });
+        }
+        Ok(())
+    }
+
+    async fn delete_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        self.privileged("delete_group").await?;
+        if let Some(life) = locked(&self.machines).remove(name.as_str()) {
+            life.exits(ExitReason::Killed);
+        }
+        locked(&self.groups).remove(name);
+        Ok(())
+    }
+
+    async fn create_directory(&self, path: &Path, _uid: u32) -> Result<(), PrivilegeError> {
+        fs_err::create_dir(path)
+            .map_err(|source| PrivilegeError::System { act: "create_directory".to_owned(), source })?;
+        self.privileged("create_directory").await
+    }
+
+    async fn give_file(&self, path: &Path, _uid: u32) -> Result<(), PrivilegeError> {
+        assert!(path.is_file());
+        self.privileged("give_file").await
+    }
+
+    async fn spawn(&self, _process: VmmProcess) -> Result<Spawned, PrivilegeError> {
+        Err(PrivilegeError::NotPermitted { act: "spawn".to_owned() })
+    }
+
+    async fn kill(&self, _process: ProcessIdentity) -> Result<(), PrivilegeError> {
+        Ok(())
+    }
+
+    async fn open_memory(&self, _process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
+        Err(PrivilegeError::NotPermitted { act: "open_memory".to_owned() })
+    }
+
+    async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
+        self.privileged("sweep").await?;
+        let mut report = SweepReport::default();
+        locked(&self.machines).retain(|name, life| {
+            let kept = keep.iter().any(|keep| keep.as_str() == name);
+            if !kept {
+                report.processes += usize::from(life.exit.borrow().is_none());
+                life.exits(ExitReason::Killed);
+            }
+            kept
+        });
+        let mut networks = locked(&self.networks);
+        report.networks = networks.len();
+        networks.retain(|name| keep.contains(name));
+        report.networks -= networks.len();
+        let mut groups = locked(&self.groups);
+        report.groups = groups.len();
+        groups.retain(|name, _| keep.contains(name));
+        report.groups -= groups.len();
+        Ok(report)
+    }
+}
+
+/// A world behind an `Arc`, as a driver must be to know its machines.
+#[derive(Debug)]
+pub(crate) struct PretendedVmm(pub(crate) Arc<World>);
+
+#[async_trait]
+impl Vmm for PretendedVmm {
+    fn capabilities(&self) -> &Capabilities {
+        &self.0.capabilities
+    }
+
+    async fn create_disk_layer(&self, base: &Path, layer: &Path) -> Result<(), VmmError> {
+        assert!(base.is_absolute());
+        fs_err::write(layer, b"").expect("its directory was made before");
+        self.0.step("create_disk_layer").await.map_err(|source| VmmError::Io {
+            step: "make the layer",
+            path: layer.to_owned(),
+            source,
+        })
+    }
+
+    async fn start(&self, spec: MachineSpec, mode: StartMode) -> Result<Box<dyn Machine>, VmmError> {
+        let world = &self.0;
+        assert!(matches!(mode, StartMode::Restore { delta: None, .. }));
+        assert!(locked(&world.groups).contains_key(&spec.name), "the group must be made before");
+        assert!(spec.directory.is_dir() && spec.disk[0].path.is_file());
+        assert!(spec.directory.as_os_str().len() <= 80);
+        world.most_starts.fetch_max(world.starts.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        let started = async {
+            let (exit, mut exited) = watch::channel(None);
+            let (running, _) = watch::channel(false);
+            let guest = guest::Guest::new(world.clone(), running.subscribe(), exit.subscribe());
+            let life = Arc::new(Life { exit, running, guest });
+            locked(&world.machines).insert(spec.name.as_str().to_owned(), life.clone());
+            let machine = PretendedMachine { world: world.clone(), life };
+            tokio::select! {
+                stepped = world.step("start") => stepped.map_err(|source| VmmError::Io {
+                    step: "start", path: spec.directory.clone(), source,
+                })?,
+                reason = exited.wait_for(Option::is_some) => {
+                    let reason = reason.ok().and_then(|reason| reason.clone()).unwrap_or(ExitReason::Killed);
+                    return Err(VmmError::Exited { step: "starting", reason });
+                }
+            }
+            Ok(Box::new(machine) as Box<dyn Machine>)
+        };
+        let started = started.await;
+        world.starts.fetch_sub(1, Ordering::SeqCst);
+        started
+    }
+}
+
+#[derive(Debug)]
+struct PretendedMachine {
+    world: Arc<World>,
+    life: Arc<Life>,
+}
+
+impl Drop for PretendedMachine {
+    fn drop(&mut self) {
+        self.life.exits(ExitReason::Killed);
+    }
+}
+
+impl PretendedMachine {
+    async fn step(&self, step: &'static str) -> Result<(), VmmError> {
+        self.world.step(step).await.map_err(|source| VmmError::Io { step, path: PathBuf::new(), source })
+    }
+}
+
+#[async_trait]
+impl Machine for PretendedMachine {
+    fn process(&self) -> ProcessIdentity {
+        ProcessIdentity { pid: 1, start_ticks: 2 }
+    }
+
+    fn exit(&self) -> watch::Receiver<Option<ExitReason>> {
+        self.life.exit.subscribe()
+    }
+
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.life.running.send_replace(false);
+        Ok(())
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.step("resume").await?;
+        self.life.running.send_replace(true);
+        Ok(())
+    }
+
+    async fn save_device_state(&self, _to: &Path) -> Result<(), VmmError> {
+        Err(VmmError::Unsupported { what: String::new() })
+    }
+
+    async fn save_template(&self, _state: &Path) -> Result<(), VmmError> {
+        Err(VmmError::Unsupported { what: String::new() })
+    }
+
+    async fn memory_delta(&self) -> Result<MemoryDelta, VmmError> {
+        Err(VmmError::Unsupported { what: String::new() })
+    }
+
+    async fn freeze_disk(&self, _new_top: &Path) -> Result<FrozenLayer, VmmError> {
+        Err(VmmError::Unsupported { what: String::new() })
+    }
+
+    async fn control_port(&self) -> Result<PortStream, VmmError> {
+        self.step("control_port").await?;
+        let (host, guest) = UnixStream::pair().expect("a socket pair");
+        self.life.guest.control(guest);
+        Ok(PortStream::Unix(host))
+    }
+
+    async fn data_port(&self) -> Result<PortStream, VmmError> {
+        self.step("data_port").await?;
+        let (host, guest) = UnixStream::pair().expect("a socket pair");
+        self.life.guest.data(guest);
+        Ok(PortStream::Unix(host))
+    }
+
+    async fn console(&self) -> String {
+        "the console".to_owned()
+    }
+
+    async fn kill(&self) -> Result<(), VmmError> {
+        self.step("kill").await?;
+        self.life.exits(ExitReason::Killed);
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Templates for World {
+    async fn resolve(&self, name: &str) -> Result<ResolvedTemplate, TemplateError> {
+        if name.split(':').next() != Some("base") {
+            return Err(TemplateError::NotFound { name: name.to_owned() });
+        }
+        Ok(ResolvedTemplate {
+            name: "base:latest".to_owned(),
+            digest: "sha256:0".to_owned(),
+            default_size: SizeClass::DEFAULT,
+        })
+    }
+
+    async fn ensure_machine(
+        &self,
+        _template: &ResolvedTemplate,
+        _size: SizeClass,
+    ) -> Result<StartingPoint, TemplateError> {
+        self.step("ensure_machine").await.map_err(|source| TemplateError::Failed {
+            step: "make the template's machine".to_owned(),
+            source: Box::new(source),
+        })?;
+        let at = |name: &str| Path::new("/template").join(name);
+        Ok(StartingPoint {
+            root: at("root"),
+            disk: at("disk"),
+            machine: MachineTemplate { memory: at("memory"), state: at("state") },
+            kernel: at("kernel"),
+            initramfs: at("initramfs"),
+            kernel_arguments: String::new(),
+        })
+    }
+
+    async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError> {
+        Ok(vec![TemplateInfo {
+            name: "base:latest".to_owned(),
+            digest: "sha256:0".to_owned(),
+            default_size: SizeClass::DEFAULT,
+            ready_sizes: vec![SizeClass::DEFAULT],
+            disk_bytes: 0,
+            created_at: Timestamp::UNIX_EPOCH,
+        }])
+    }
+
+    async fn delete(&self, name: &str, in_use: &[String]) -> Result<(), TemplateError> {
+        self.resolve(name).await?;
+        locked(&self.deleted_templates).push((name.to_owned(), in_use.to_vec()));
+        Ok(())
+    }
+}

@@ -1,0 +1,231 @@
+//! The guest of a pretended machine.
+
+use std::{
+    convert::Infallible,
+    sync::{Arc, Mutex, atomic::Ordering},
+};
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use space_channel::{
+    GuestControl, GuestMessage, GuestState, HelloAck, HostMessage, Identity, Nonce, NonceSearch, Prefixed, Status,
+};
+use space_vmm::ExitReason;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+    sync::{mpsc, watch},
+    task::AbortHandle,
+};
+
+use super::World;
+use crate::locked;
+
+/// The only port something listens on: it echoes.
+pub(crate) const ECHO_PORT: u16 = 7;
+
+#[derive(Debug)]
+enum Plugged {
+    Control(UnixStream),
+    Data(UnixStream),
+}
+
+/// What the guest was told.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) identities: Vec<Identity>,
+    pub(crate) environment: Option<serde_json::Value>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Guest {
+    plugs: mpsc::UnboundedSender<Plugged>,
+    pub(crate) known: Arc<Mutex<Known>>,
+    session: Arc<Mutex<Option<AbortHandle>>>,
+}
+
+impl Guest {
+    pub(crate) fn new(
+        world: Arc<World>,
+        mut running: watch::Receiver<bool>,
+        mut exit: watch::Receiver<Option<ExitReason>>,
+    ) -> Self {
+        let (plugs, mut plugged) = mpsc::unbounded_channel();
+        let known = Arc::new(Mutex::new(Known::default()));
+        let session = Arc::new(Mutex::new(None));
+        let (known_inside, session_inside) = (known.clone(), session.clone());
+        let life = async move {
+            if running.wait_for(|running| *running).await.is_err() {
+                return;
+            }
+            let nonce = Arc::new(Mutex::new(None::<Nonce>));
+            let mut control = None;
+            while let Some(plug) = plugged.recv().await {
+                match plug {
+                    Plugged::Control(stream) => {
+                        let task = speak(
+                            world.clone(),
+                            stream,
+                            known_inside.clone(),
+                            nonce.clone(),
+                            session_inside.clone(),
+                        );
+                        let task = tokio_util::task::AbortOnDropHandle::new(tokio::spawn(task));
+                        control = Some(task);
+                    }
+                    Plugged::Data(stream) => {
+                        let nonce = locked(&nonce).take();
+                        let Some(nonce) = nonce else { continue };
+                        world.sessions.fetch_add(1, Ordering::SeqCst);
+                        let serving = tokio::spawn(serve(stream, nonce, world.clone(), known_inside.clone()));
+                        *locked(&session_inside) = Some(serving.abort_handle());
+                    }
+                }
+            }
+            drop(control);
+        };
+        let ended_session = session.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = life => {}
+                _ = exit.wait_for(Option::is_some) => {}
+            }
+            drop_session(&ended_session);
+        });
+        Self { plugs, known, session }
+    }
+
+    pub(crate) fn control(&self, stream: UnixStream) {
+        drop(self.plugs.send(Plugged::Control(stream)));
+    }
+
+    pub(crate) fn data(&self, stream: UnixStream) {
+        drop(self.plugs.send(Plugged::Data(stream)));
+    }
+
+    /// Breaks the data session as a crash of the daemon would.
+    pub(crate) fn break_session(&self) {
+        drop_session(&self.session);
+    }
+}
+
+fn drop_session(session: &Mutex<Option<AbortHandle>>) {
+    if let Some(session) = locked(session).take() {
+        session.abort();
+    }
+}
+
+async fn speak(
+    world: Arc<World>,
+    mut stream: UnixStream,
+    known: Arc<Mutex<Known>>,
+    nonce: Arc<Mutex<Option<Nonce>>>,
+    session: Arc<Mutex<Option<AbortHandle>>>,
+) {
+    let mut control = GuestControl::new();
+    let mut buffer = vec![0; 4096];
+    while let Ok(length @ 1..) = stream.read(&mut buffer).await {
+        let mut rest = &buffer[..length];
+        while let Some(request) = control.next(&mut rest) {
+            let of_sequence = request.sequence;
+            let ack = |status| GuestMessage::Ack { of_sequence, status, detail: "on demand".to_owned() };
+            let answer = match request.message {
+                Ok(HostMessage::Hello(hello)) => {
+                    drop_session(&session);
+                    *locked(&nonce) = Some(hello.nonce);
+                    if world.step("hello").await.is_err() {
+                        continue;
+                    }
+                    GuestMessage::HelloAck(HelloAck {
+                        protocol: GuestControl::agree(&hello),
+                        nonce_echo: hello.nonce,
+                        daemon_version: "pretended".to_owned(),
+                        capabilities: 0,
+                        generation: 0,
+                        state: GuestState::Ready,
+                    })
+                }
+                Ok(HostMessage::Identity(identity)) => {
+                    locked(&known).identities.push(*identity);
+                    ack(if world.step("identity").await.is_ok() { Status::Ok } else { Status::Failed })
+                }
+                Ok(HostMessage::Health) if world.mute.load(Ordering::SeqCst) => continue,
+                Ok(HostMessage::Health) => GuestMessage::HealthAck { of_sequence, uptime_ms: 1, processes: 0 },
+                _ => ack(Status::NotUnderstood),
+            };
+            let mut out = Vec::new();
+            control.say(&answer, &mut out);
+            if stream.write_all(&out).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+async fn serve(mut stream: UnixStream, nonce: Nonce, world: Arc<World>, known: Arc<Mutex<Known>>) {
+    let mut search = NonceSearch::new(&nonce);
+    let mut buffer = vec![0; 4096];
+    let prefix = loop {
+        let Ok(length @ 1..) = stream.read(&mut buffer).await else { return };
+        if let Some(end) = search.feed(&buffer[..length]) {
+            break Bytes::copy_from_slice(&buffer[end..length]);
+        }
+    };
+    // Stale bytes of an earlier life come first.
+    let mut first = b"HTTP/1.1 200 stale".to_vec();
+    first.extend_from_slice(nonce.as_bytes());
+    if stream.write_all(&first).await.is_err() {
+        return;
+    }
+    let service = service_fn(|request| answer(request, world.clone(), known.clone()));
+    let mut builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    builder.enable_connect_protocol();
+    drop(builder.serve_connection(TokioIo::new(Prefixed::new(prefix, stream)), service).await);
+}
+
+async fn answer(
+    request: Request<Incoming>,
+    world: Arc<World>,
+    known: Arc<Mutex<Known>>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let status = |status| {
+        let mut response = Response::new(Full::default());
+        *response.status_mut() = status;
+        response
+    };
+    let path = request.uri().path().to_owned();
+    Ok(match (request.method(), path.as_str()) {
+        (&Method::GET, "/health") => status(StatusCode::NO_CONTENT),
+        (&Method::GET, "/metrics") if world.step("metrics").await.is_ok() => Response::new(Full::from(
+            r#"{"ts":1,"cpu_count":1,"cpu_used_pct":2.5,"mem_total":4,"mem_used":3,"mem_cache":2,"disk_used":5,"disk_total":6}"#,
+        )),
+        (&Method::POST, "/init") => {
+            let body = request.into_body().collect().await.map(http_body_util::Collected::to_bytes);
+            let body = body.ok().and_then(|body| serde_json::from_slice(&body).ok());
+            locked(&known).environment = body;
+            status(if world.step("init").await.is_ok() {
+                StatusCode::NO_CONTENT
+            } else {
+                StatusCode::INTERNAL_SERVER_ERROR
+            })
+        }
+        (&Method::CONNECT, _) if request.uri().port_u16() == Some(ECHO_PORT) => {
+            tokio::spawn(async move {
+                let Ok(upgraded) = hyper::upgrade::on(request).await else { return };
+                let (mut reader, mut writer) = tokio::io::split(TokioIo::new(upgraded));
+                drop(tokio::io::copy(&mut reader, &mut writer).await);
+                drop(writer.shutdown().await);
+            });
+            status(StatusCode::OK)
+        }
+        (&Method::CONNECT, _) => {
+            let mut response = status(StatusCode::BAD_GATEWAY);
+            response.headers_mut().insert("space-port-closed", http::HeaderValue::from_static("1"));
+            response
+        }
+        _ => status(StatusCode::INTERNAL_SERVER_ERROR),
+    })
+}

@@ -1,0 +1,81 @@
+//! What the sandbox manager needs of the volume manager's templates.
+
+use std::{fmt, path::PathBuf};
+
+use async_trait::async_trait;
+use space_api::size::SizeClass;
+use space_vmm::{MachineTemplate, VmmError};
+
+use crate::seam::TemplateInfo;
+
+/// A template that a name or digest led to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ResolvedTemplate {
+    /// `name:tag`.
+    pub name: String,
+    /// `sha256:…`.
+    pub digest: String,
+    /// Size if none is asked for.
+    pub default_size: SizeClass,
+}
+
+/// Everything a sandbox of one template and size starts from. All files are read-only for ever.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StartingPoint {
+    /// Root image.
+    pub root: PathBuf,
+    /// Writable disk as it was when the snapshot was taken; the new layer rests on it.
+    pub disk: PathBuf,
+    /// Saved memory and devices.
+    pub machine: MachineTemplate,
+    /// Kernel image.
+    pub kernel: PathBuf,
+    /// Initramfs.
+    pub initramfs: PathBuf,
+    /// Kernel command line.
+    pub kernel_arguments: String,
+}
+
+/// What can go wrong with templates.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// No such name, tag or digest.
+    #[error("template \"{name}\" was not found")]
+    NotFound {
+        /// As asked.
+        name: String,
+    },
+    /// The machine that makes the snapshot could not be run.
+    #[error("the template's machine could not be run")]
+    Vmm(#[source] VmmError),
+    /// Anything else, typed by the volume manager.
+    #[error("{step}")]
+    Failed {
+        /// What was attempted.
+        step: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// The templates of a node.
+#[async_trait]
+pub trait Templates: Send + Sync + fmt::Debug {
+    /// Finds a template by `name`, `name:tag` or digest. Quick: it is on the way of every create.
+    async fn resolve(&self, name: &str) -> Result<ResolvedTemplate, TemplateError>;
+
+    /// The snapshot of one size, made first if there is none; several calls at once make it once.
+    /// Quick when there is one. May be dropped at any point.
+    async fn ensure_machine(
+        &self,
+        template: &ResolvedTemplate,
+        size: SizeClass,
+    ) -> Result<StartingPoint, TemplateError>;
+
+    /// All of them.
+    async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError>;
+
+    /// Removes a name and, unless `in_use` holds its digest, the files.
+    async fn delete(&self, name: &str, in_use: &[String]) -> Result<(), TemplateError>;
+}
