@@ -101,7 +101,7 @@ impl State {
     fn deliver(&mut self, pid: i32, status: ExitStatus) {
         if let Some(waiting) = self.waiting.remove(&pid) {
             // A receiver that is gone no longer wants to know.
-            drop(waiting.send(status));
+            let _ = waiting.send(status);
         } else if self.starting > 0 && self.unclaimed.len() < MAX_UNCLAIMED {
             self.unclaimed.insert(pid, status);
         }
@@ -149,8 +149,12 @@ impl Reservation {
         match state.unclaimed.remove(&pid) {
             // A pid may have been reused while the reservation was open: believe the kept status
             // only if this child has ended.
-            Some(status) if has_ended(&pidfd) => drop(sender.send(status)),
-            _ => drop(state.waiting.insert(pid, sender)),
+            Some(status) if has_ended(&pidfd) => {
+                let _ = sender.send(status);
+            }
+            _ => {
+                state.waiting.insert(pid, sender);
+            }
         }
         drop(state);
         Child {
@@ -188,15 +192,6 @@ pub(crate) struct Child {
 }
 
 impl Child {
-    pub(crate) fn pid(&self) -> i32 {
-        self.pid
-    }
-
-    /// A second descriptor for the same child, to signal it without racing its pid's reuse.
-    pub(crate) fn pidfd(&self) -> std::io::Result<OwnedFd> {
-        self.pidfd.try_clone()
-    }
-
     /// Waits for the end, then reaps. Cancel safe: nothing is lost if the future is dropped before
     /// it is ready, but the child is then reaped only by [`Children::reap`].
     pub(crate) async fn wait(self) -> ExitStatus {

@@ -28,12 +28,20 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 
 use axum::Router;
 
+use self::children::Children;
+use self::core::Core;
+use self::process::Processes;
+
 mod account;
 mod children;
+mod core;
+mod paths;
+mod process;
+mod routes;
 
 /// The version of the guest service that is told to clients; E2B's SDKs choose features by it.
 pub const ENVD_VERSION: &str = "0.6.13";
@@ -76,69 +84,48 @@ impl Default for ServiceConfig {
     }
 }
 
-/// What `POST /init` may change.
-#[derive(Debug, Clone, Default)]
-struct Defaults {
-    user: String,
-    workdir: Option<String>,
-    environment: BTreeMap<String, String>,
-    guest_token: Option<String>,
-}
-
 /// The state behind the routers.
 #[derive(Debug)]
 pub struct Services {
-    config: ServiceConfig,
-    defaults: RwLock<Defaults>,
-    children: Arc<children::Children>,
+    core: Arc<Core>,
+    children: Arc<Children>,
+    processes: Arc<Processes>,
 }
 
 impl Services {
     /// Makes the services. Nothing runs until a router gets a request.
     #[must_use]
     pub fn new(config: ServiceConfig) -> Arc<Self> {
-        let defaults = Defaults {
-            user: config.default_user.clone(),
-            workdir: config.default_workdir.clone(),
-            ..Defaults::default()
-        };
+        let core = Arc::new(Core::new(config));
+        let children = Arc::<Children>::default();
+        let processes = Arc::new(Processes::new(Arc::clone(&core), Arc::clone(&children)));
         Arc::new(Self {
-            config,
-            defaults: RwLock::new(defaults),
-            children: Arc::default(),
+            core,
+            children,
+            processes,
         })
     }
 
     /// The services as routes, for requests from `origin`.
     pub fn router(self: &Arc<Self>, origin: Origin) -> Router {
-        let _ = origin;
-        Router::new().route(
-            "/health",
-            axum::routing::get(|| async { http::StatusCode::NO_CONTENT }),
-        )
+        routes::router(self, origin)
     }
 
     /// Sets the token that loopback callers present in `X-Access-Token`. Until one is set,
     /// loopback callers get nothing but `GET /health`.
     pub fn set_guest_token(&self, token: String) {
-        self.defaults
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .guest_token = Some(token);
+        self.core.change(|defaults| defaults.guest_token = Some(token));
     }
 
     /// Replaces the environment that every process starts with.
     pub fn set_environment(&self, environment: BTreeMap<String, String>) {
-        self.defaults
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .environment = environment;
+        self.core.change(|defaults| defaults.environment = environment);
     }
 
-    /// How many processes that were started here still live.
+    /// How many processes that were started here still live, or left something behind that does.
     #[must_use]
     pub fn process_count(&self) -> usize {
-        self.children.len()
+        self.processes.count()
     }
 
     /// Whether a child with this pid is, or may be about to become, one of the services' own.

@@ -1,0 +1,187 @@
+//! One cgroup per process, so that nothing it starts can get away.
+//!
+//! Groups are plain directories below the agent's cgroup. A few are made ahead of use, because
+//! making one takes longer than starting a small program.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Groups kept ready. Two cover a command that is started while the first refill still runs.
+const SPARES: usize = 2;
+/// A control file that answers more than this is not one of the kernel's.
+const MAX_CONTROL_FILE: u64 = 1 << 20;
+
+/// The parent of all groups.
+#[derive(Debug)]
+pub(crate) struct Groups {
+    parent: PathBuf,
+    next: AtomicU64,
+    spares: Mutex<Vec<Group>>,
+}
+
+impl Groups {
+    pub(crate) fn new(parent: PathBuf) -> Self {
+        Self {
+            parent,
+            next: AtomicU64::new(1),
+            spares: Mutex::default(),
+        }
+    }
+
+    /// A new, empty group. Blocks for one `mkdir` at most.
+    pub(crate) fn take(&self) -> io::Result<Group> {
+        let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match spare {
+            Some(group) => Ok(group),
+            None => self.make(),
+        }
+    }
+
+    /// Makes groups ahead of use.
+    pub(crate) fn refill(&self) -> io::Result<()> {
+        loop {
+            if self.spares.lock().unwrap_or_else(PoisonError::into_inner).len() >= SPARES {
+                return Ok(());
+            }
+            let group = self.make()?;
+            self.spares
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(group);
+        }
+    }
+
+    fn make(&self) -> io::Result<Group> {
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let path = self.parent.join(format!("process-{number}"));
+            match fs::create_dir(&path) {
+                Ok(()) => {}
+                // Left from an earlier life of this service; its members are not ours to kill.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                Err(error) => return Err(error),
+            }
+            let directory = fs::File::open(&path)?.into();
+            let group = Group { path, directory };
+            // All or nothing: half a program is worse than none. Absent without the controller.
+            if let Err(error) = group.write("memory.oom.group", "1")
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(%error, "cannot set memory.oom.group");
+            }
+            return Ok(group);
+        }
+    }
+}
+
+/// One group; removed when dropped, if it is empty by then.
+#[derive(Debug)]
+pub(crate) struct Group {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl Group {
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.directory.as_raw_fd()
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Kills every member at once, those in other sessions included.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        self.write("cgroup.kill", "1")
+    }
+
+    /// Pids of the members. Groups that a member made below this one are not listed.
+    pub(crate) fn members(&self) -> Vec<i32> {
+        let text = self.read("cgroup.procs").unwrap_or_default();
+        text.lines().filter_map(|line| line.trim().parse().ok()).collect()
+    }
+
+    /// Whether anything lives in the group or below it.
+    pub(crate) fn is_populated(&self) -> bool {
+        self.read("cgroup.events")
+            .is_ok_and(|text| text.lines().any(|line| line == "populated 1"))
+    }
+
+    /// How many members the kernel has killed for want of memory.
+    pub(crate) fn out_of_memory_kills(&self) -> u64 {
+        let text = self.read("memory.events").unwrap_or_default();
+        text.lines()
+            .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+            .unwrap_or_default()
+    }
+
+    /// Waits until nothing lives in the group.
+    pub(crate) async fn emptied(&self) -> io::Result<()> {
+        let events = AsyncFd::with_interest(
+            fs::File::open(self.path.join("cgroup.events"))?,
+            Interest::PRIORITY,
+        )?;
+        loop {
+            if !self.is_populated() {
+                return Ok(());
+            }
+            // The kernel may fold several changes into one event: look again every now and then.
+            let ready = tokio::time::timeout(Duration::from_secs(10), events.ready(Interest::PRIORITY)).await;
+            if let Ok(ready) = ready {
+                ready?.clear_ready();
+                // The descriptor stays "ready" until its content is read through it.
+                let mut content = String::new();
+                use std::io::Seek;
+                let mut file = events.get_ref();
+                file.rewind()?;
+                file.take(MAX_CONTROL_FILE).read_to_string(&mut content)?;
+            }
+        }
+    }
+
+    fn read(&self, name: &str) -> io::Result<String> {
+        let mut text = String::new();
+        fs::File::open(self.path.join(name))?
+            .take(MAX_CONTROL_FILE)
+            .read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    fn write(&self, name: &str, value: &str) -> io::Result<()> {
+        fs::OpenOptions::new()
+            .write(true)
+            .open(self.path.join(name))?
+            .write_all(value.as_bytes())
+    }
+}
+
+impl Group {
+    /// Removes the group. Its last members may still be leaving, so this tries for a while.
+    pub(crate) async fn remove(&self) {
+        for pause in [0, 1, 10, 100, 1000] {
+            tokio::time::sleep(Duration::from_millis(pause)).await;
+            match fs::remove_dir(&self.path) {
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+                _ => return,
+            }
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir(&self.path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::debug!(path = %self.path.display(), %error, "a process group outlives its record");
+        }
+    }
+}
