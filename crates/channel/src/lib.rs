@@ -49,12 +49,12 @@ pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
 
 /// HTTP/2 flow control on the data port, set alike on both sides: the connection's window holds all streams' windows
-/// together, so a peer that leaves [`http2::STREAMS`](http2) streams unread holds nobody up.
+/// together, so a peer that leaves [`http2::STREAMS`] streams unread holds nobody up.
 pub mod http2 {
     /// Bytes that may be on the way unread on one stream.
     pub const STREAM_WINDOW: u32 = 256 * 1024;
     /// Streams that may be open at once.
-    pub const STREAMS: u32 = 512;
+    pub const STREAMS: u32 = 256;
     /// Bytes that may be on the way unread on the connection: every stream's window, and one to spare.
     pub const CONNECTION_WINDOW: u32 = (STREAMS + 1) * STREAM_WINDOW;
     /// Largest frame to receive. Small, so that no stream holds the port for long.
