@@ -1,12 +1,16 @@
 //! Measurements: builds the benchmark binary and runs it.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
 use crate::{
     build,
+    platform::{self, Platform},
     session::Session,
     setup::{self, Purpose},
 };
@@ -30,9 +34,9 @@ pub(crate) struct Create {
     /// Only a short look whether everything can be measured
     #[arg(long)]
     smoke: bool,
-    /// Data directory, with the template in it or to make it in
-    #[arg(long, value_name = "DIR")]
-    data_dir: Option<PathBuf>,
+    /// Where the platform keeps its data
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/space")]
+    data_dir: PathBuf,
 }
 
 /// Runs one.
@@ -40,11 +44,9 @@ pub(crate) fn run(session: &Session, bench: &Bench) -> Result<ExitCode> {
     let Bench::Create(create) = bench;
     setup::ensure(session, Purpose::Demo)?;
     let built = build::all(session)?;
-    session.run(
-        "build bench",
-        session.cargo().args(["build", "--locked", "-p", "space-bench"]),
-    )?;
-    let mut command = command(session, &built);
+    platform::ensure_template(session, &built, &create.data_dir)?;
+    let platform = Platform::start(session, &built, &create.data_dir)?;
+    let mut command = command(session, &platform, &create.data_dir)?;
     command.arg("--n").arg(create.n.to_string());
     if create.smoke {
         command.arg("--smoke");
@@ -52,25 +54,25 @@ pub(crate) fn run(session: &Session, bench: &Bench) -> Result<ExitCode> {
     if let Some(json) = &create.json {
         command.arg("--json").arg(std::path::absolute(json)?);
     }
-    if let Some(directory) = &create.data_dir {
-        command.arg("--data-dir").arg(std::path::absolute(directory)?);
-    }
-    let status = session.run_shown(&mut command)?;
-    Ok(if status.success() {
+    let ended = session.run_shown(&mut command);
+    platform.stop()?;
+    Ok(if ended?.success() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
 }
 
-/// The benchmark binary with what it always needs.
-pub(crate) fn command(session: &Session, built: &build::Built) -> std::process::Command {
+/// Builds the benchmark and gives it what it always needs.
+pub(crate) fn command(session: &Session, platform: &Platform, data_directory: &Path) -> Result<Command> {
+    session.run(
+        "build bench",
+        session.cargo().args(["build", "--locked", "-p", "space-bench"]),
+    )?;
     let mut command = session.command(session.target().join("debug/space-bench"));
+    command.arg("create").arg("--data-dir").arg(data_directory);
     command
-        .arg("create")
-        .arg("--space")
-        .arg(&built.space)
-        .arg("--daemon")
-        .arg(&built.daemon);
-    command
+        .env("SPACE_API_URL", &platform.url)
+        .env("SPACE_API_KEY", &platform.key);
+    Ok(command)
 }

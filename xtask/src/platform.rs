@@ -52,7 +52,10 @@ impl Platform {
             .arg(data_directory)
             .arg("--ready-file")
             .arg(&ready);
-        command.args(["--listen", "127.0.0.1:0"]);
+        command
+            .arg("--daemon")
+            .arg(&built.daemon)
+            .args(["--listen", "127.0.0.1:0"]);
         command
             .stdout(output.try_clone().context("cannot copy a descriptor")?)
             .stderr(output);
@@ -126,11 +129,12 @@ impl Platform {
     }
 }
 
-/// Makes the template `base` in `data_directory` unless it is there.
+/// Makes the template `base` in `data_directory`, or whatever of it is not there yet or not of this daemon.
 pub(crate) fn ensure_template(session: &Session, built: &Built, data_directory: &Path) -> Result<()> {
     let mut command = session.command(&built.space);
     command
-        .args(["template", "build", "base", "--if-missing", "--data-dir"])
+        .args(["template", "build", "base", "--data-dir"])
         .arg(data_directory);
+    command.arg("--daemon").arg(&built.daemon);
     session.run("template base", &mut command).map(drop)
 }

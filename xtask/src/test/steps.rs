@@ -106,16 +106,16 @@ pub(crate) const ALL: &[Step] = &[
         run: humaneval,
     },
     Step {
+        name: "bench",
+        needs: &["up"],
+        what: "a short look at every measurement",
+        run: bench_smoke,
+    },
+    Step {
         name: "down",
         needs: &["up"],
         what: "that platform stops in order",
         run: down,
-    },
-    Step {
-        name: "bench",
-        needs: &["template"],
-        what: "a short look at every measurement",
-        run: bench_smoke,
     },
 ];
 
@@ -288,17 +288,8 @@ fn platform_of<'a>(run: &'a Run<'_>) -> Result<&'a Platform> {
 }
 
 fn bench_smoke(run: &mut Run<'_>) -> Result<Counts> {
-    let built = run.built.as_ref().context("nothing was built")?;
-    run.session.run(
-        "build bench",
-        run.session
-            .cargo()
-            .args(["build", "--locked", "-p", "space-bench"]),
-    )?;
-    let mut command = bench::command(run.session, built);
-    command
-        .args(["--smoke", "--n", "3", "--data-dir"])
-        .arg(&run.data_directory);
+    let mut command = bench::command(run.session, platform_of(run)?, &run.data_directory)?;
+    command.args(["--smoke", "--n", "3"]);
     run.session.run("bench", &mut command)?;
     Ok(Counts::success())
 }
