@@ -97,20 +97,27 @@ pub(crate) async fn create(
         (recorded, milliseconds(sandbox.accepted))
     };
     // Not `try_join!`: that would drop the other half in the middle of an act.
-    let ((recorded, recorded_ms), started) = tokio::join!(record, start(sandbox, point, cancel, &mut timings));
+    let ((recorded, recorded_ms), started) =
+        tokio::join!(record, start(sandbox, point, cancel, &mut timings));
     recorded?;
     let (machine, link) = started?;
     timings.recorded = recorded_ms;
 
     if !sandbox.request.environment.is_empty() {
         sandbox.progress.at("setting its environment");
-        let body = serde_json::json!({ "envVars": sandbox.request.environment }).to_string().into_bytes();
+        let body = serde_json::json!({ "envVars": sandbox.request.environment })
+            .to_string()
+            .into_bytes();
         interruptible(cancel, link.init(body))
             .await?
             .map_err(|error| Failure::step("setting its environment", &error))?;
     }
     timings.ready = milliseconds(sandbox.accepted);
-    Ok(Born { machine, link, timings })
+    Ok(Born {
+        machine,
+        link,
+        timings,
+    })
 }
 
 /// Everything up to the daemon's acknowledgement.
@@ -150,7 +157,10 @@ async fn start(
         initramfs: point.initramfs,
         kernel_arguments: point.kernel_arguments,
     };
-    let mode = StartMode::Restore { template: point.machine, delta: None };
+    let mode = StartMode::Restore {
+        template: point.machine,
+        delta: None,
+    };
     let machine: Arc<dyn Machine> = shared.vmm.start(spec, mode).await?.into();
     locked(&sandbox.remains).machine = Some(machine.clone());
     timings.started = milliseconds(sandbox.accepted);
@@ -178,7 +188,10 @@ async fn greeting_failure(machine: &dyn Machine, error: &LinkError) -> Failure {
     // The monitor's exit may be noticed a moment after its sockets closed.
     let reason = tokio::time::timeout(Duration::from_millis(500), exit.wait_for(Option::is_some)).await;
     match reason {
-        Ok(Ok(reason)) => Failure::Step(format!("greeting the daemon: the machine ended: {:?}", reason.as_ref())),
+        Ok(Ok(reason)) => Failure::Step(format!(
+            "greeting the daemon: the machine ended: {:?}",
+            reason.as_ref()
+        )),
         _ => Failure::step("greeting the daemon", error),
     }
 }
@@ -190,7 +203,9 @@ async fn prepare(sandbox: &Sandbox, point: &StartingPoint) -> Result<Prepared, F
     let disks = shared.disk_directory(&sandbox.request.id);
     let layer = disks.join("0.qcow2");
     let Some(uid) = shared.uids.take() else {
-        return Err(Failure::NoCapacity("all user ids for machines are in use".to_owned()));
+        return Err(Failure::NoCapacity(
+            "all user ids for machines are in use".to_owned(),
+        ));
     };
     {
         let mut remains = locked(&sandbox.remains);
@@ -200,7 +215,11 @@ async fn prepare(sandbox: &Sandbox, point: &StartingPoint) -> Result<Prepared, F
     }
 
     let network = async {
-        let named = shared.networks.take().await.map_err(failure::privilege("making its network"))?;
+        let named = shared
+            .networks
+            .take()
+            .await
+            .map_err(failure::privilege("making its network"))?;
         locked(&sandbox.remains).network = Some(named.name);
         Ok::<_, Failure>(named.network)
     };
@@ -220,18 +239,30 @@ async fn prepare(sandbox: &Sandbox, point: &StartingPoint) -> Result<Prepared, F
         // Owned by the manager: the monitor opens the layer by name and may not make files beside it.
         let mut builder = fs_err::tokio::DirBuilder::new();
         builder.mode(0o711);
-        builder.create(&disks).await.map_err(failure::file("making its disk's directory"))?;
+        builder
+            .create(&disks)
+            .await
+            .map_err(failure::file("making its disk's directory"))?;
         shared
             .vmm
             .create_disk_layer(&point.disk, &layer)
             .await
             .map_err(|error| Failure::step("making its disk", &error))?;
-        shared.privileges.give_file(&layer, uid).await.map_err(failure::privilege("giving it its disk"))
+        shared
+            .privileges
+            .give_file(&layer, uid)
+            .await
+            .map_err(failure::privilege("giving it its disk"))
     };
     let (network, group, files) = tokio::join!(network, group, files);
     files?;
     group?;
-    Ok(Prepared { network: network?, uid, directory, layer })
+    Ok(Prepared {
+        network: network?,
+        uid,
+        directory,
+        layer,
+    })
 }
 
 fn limits(sandbox: &Sandbox) -> GroupLimits {

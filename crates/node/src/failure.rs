@@ -88,7 +88,10 @@ impl Failure {
             Self::VmmUnavailable(what) => NodeError::VmmUnavailable { what },
             Self::TemplateNotFound(name) => NodeError::TemplateNotFound { name },
             Self::Step(step) => NodeError::CreateFailed { id: id.clone(), step },
-            Self::Stale | Self::Ended => NodeError::NotFound { id: id.clone(), end: end.map(Box::new) },
+            Self::Stale | Self::Ended => NodeError::NotFound {
+                id: id.clone(),
+                end: end.map(Box::new),
+            },
         }
     }
 }
@@ -135,7 +138,9 @@ impl From<JournalError> for Failure {
     fn from(error: JournalError) -> Self {
         match error {
             JournalError::Stale { .. } => Self::Stale,
-            JournalError::Write { full: true, what } => Self::NoCapacity(format!("disk: writing the journal: {what}")),
+            JournalError::Write { full: true, what } => {
+                Self::NoCapacity(format!("disk: writing the journal: {what}"))
+            }
             other => Self::step("recording the sandbox", &other),
         }
     }
@@ -154,7 +159,9 @@ pub(crate) fn file(step: &'static str) -> impl FnOnce(io::Error) -> Failure {
 impl From<TemplateError> for NodeError {
     fn from(error: TemplateError) -> Self {
         match error {
-            TemplateError::NotFound { name } => Self::TemplateNotFound { name: shortened(&name, 128) },
+            TemplateError::NotFound { name } => Self::TemplateNotFound {
+                name: shortened(&name, 128),
+            },
             TemplateError::Vmm(VmmError::Unavailable { what }) => Self::VmmUnavailable { what },
             other => Self::Internal { what: chain(&other) },
         }
@@ -178,8 +185,13 @@ mod tests {
             source: io::Error::from_raw_os_error(rustix::io::Errno::NOSPC.raw_os_error()),
         };
         let failure = Failure::step("making its directory", &full);
-        assert!(matches!(&failure, Failure::NoCapacity(what) if what.starts_with("disk:")), "{failure:?}");
-        let other = PrivilegeError::NotPermitted { act: "mkdir".to_owned() };
+        assert!(
+            matches!(&failure, Failure::NoCapacity(what) if what.starts_with("disk:")),
+            "{failure:?}"
+        );
+        let other = PrivilegeError::NotPermitted {
+            act: "mkdir".to_owned(),
+        };
         assert!(matches!(Failure::step("x", &other), Failure::Step(_)));
     }
 

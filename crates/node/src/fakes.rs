@@ -2,7 +2,7 @@
 //!
 //! The guest behind a pretended machine is real in what it speaks: control frames, nonce, HTTP/2.
 
-mod guest;
+pub(crate) mod guest;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -136,7 +136,11 @@ impl World {
         let machines = locked(&self.machines);
         let alive = machines.iter().filter(|(_, life)| life.exit.borrow().is_none());
         let mut all: Vec<_> = alive.map(|(name, _)| format!("machine {name}")).collect();
-        all.extend(locked(&self.networks).iter().map(|name| format!("network {name}")));
+        all.extend(
+            locked(&self.networks)
+                .iter()
+                .map(|name| format!("network {name}")),
+        );
         all.extend(locked(&self.groups).keys().map(|name| format!("group {name}")));
         all
     }
@@ -160,18 +164,31 @@ impl World {
     }
 
     async fn privileged(&self, act: &'static str) -> Result<(), PrivilegeError> {
-        self.step(act).await.map_err(|source| PrivilegeError::System { act: act.to_owned(), source })
+        self.step(act).await.map_err(|source| PrivilegeError::System {
+            act: act.to_owned(),
+            source,
+        })
     }
 }
 
 #[async_trait]
 impl Privileges for World {
     async fn create_network(&self, name: &ObjectName) -> Result<Network, PrivilegeError> {
-        assert!(locked(&self.networks).insert(name.clone()), "{name} is used twice");
+        assert!(
+            locked(&self.networks).insert(name.clone()),
+            "{name} is used twice"
+        );
         // Fails after making it, which is the harder case.
         self.privileged("create_network").await?;
-        let null = || File::open("/dev/null").map(OwnedFd::from).expect("there is always /dev/null");
-        Ok(Network { namespace: null(), tap: null() })
+        let null = || {
+            File::open("/dev/null")
+                .map(OwnedFd::from)
+                .expect("there is always /dev/null")
+        };
+        Ok(Network {
+            namespace: null(),
+            tap: null(),
+        })
     }
 
     async fn delete_network(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
@@ -181,7 +198,12 @@ impl Privileges for World {
     }
 
     async fn create_group(&self, name: &ObjectName, limits: &GroupLimits) -> Result<Group, PrivilegeError> {
-        assert!(locked(&self.groups).insert(name.clone(), limits.clone()).is_none(), "{name} is used twice");
+        assert!(
+            locked(&self.groups)
+                .insert(name.clone(), limits.clone())
+                .is_none(),
+            "{name} is used twice"
+        );
         self.privileged("create_group").await?;
         Ok(Group { name: name.clone() })
     }
@@ -189,13 +211,19 @@ impl Privileges for World {
     async fn group_usage(&self, name: &ObjectName) -> Result<GroupUsage, PrivilegeError> {
         self.privileged("group_usage").await?;
         assert!(locked(&self.groups).contains_key(name), "{name} has no group");
-        Ok(GroupUsage { cpu_micros: 1000, memory_bytes: 2000, oom_kills: 0 })
+        Ok(GroupUsage {
+            cpu_micros: 1000,
+            memory_bytes: 2000,
+            oom_kills: 0,
+        })
     }
 
     async fn kill_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
         self.privileged("kill_group").await?;
         if let Some(life) = self.life(name.as_str()) {
-            life.exits(ExitReason::MonitorFailed { detail: "signal 9".to_owned() });
+            life.exits(ExitReason::MonitorFailed {
+                detail: "signal 9".to_owned(),
+            });
         }
         Ok(())
     }
@@ -210,8 +238,10 @@ impl Privileges for World {
     }
 
     async fn create_directory(&self, path: &Path, _uid: u32) -> Result<(), PrivilegeError> {
-        fs_err::create_dir(path)
-            .map_err(|source| PrivilegeError::System { act: "create_directory".to_owned(), source })?;
+        fs_err::create_dir(path).map_err(|source| PrivilegeError::System {
+            act: "create_directory".to_owned(),
+            source,
+        })?;
         self.privileged("create_directory").await
     }
 
@@ -221,7 +251,9 @@ impl Privileges for World {
     }
 
     async fn spawn(&self, _process: VmmProcess) -> Result<Spawned, PrivilegeError> {
-        Err(PrivilegeError::NotPermitted { act: "spawn".to_owned() })
+        Err(PrivilegeError::NotPermitted {
+            act: "spawn".to_owned(),
+        })
     }
 
     async fn kill(&self, _process: ProcessIdentity) -> Result<(), PrivilegeError> {
@@ -229,7 +261,9 @@ impl Privileges for World {
     }
 
     async fn open_memory(&self, _process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
-        Err(PrivilegeError::NotPermitted { act: "open_memory".to_owned() })
+        Err(PrivilegeError::NotPermitted {
+            act: "open_memory".to_owned(),
+        })
     }
 
     async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
@@ -268,27 +302,38 @@ impl Vmm for PretendedVmm {
     async fn create_disk_layer(&self, base: &Path, layer: &Path) -> Result<(), VmmError> {
         assert!(base.is_absolute());
         fs_err::write(layer, b"").expect("its directory was made before");
-        self.0.step("create_disk_layer").await.map_err(|source| VmmError::Io {
-            step: "make the layer",
-            path: layer.to_owned(),
-            source,
-        })
+        self.0
+            .step("create_disk_layer")
+            .await
+            .map_err(|source| VmmError::Io {
+                step: "make the layer",
+                path: layer.to_owned(),
+                source,
+            })
     }
 
     async fn start(&self, spec: MachineSpec, mode: StartMode) -> Result<Box<dyn Machine>, VmmError> {
         let world = &self.0;
         assert!(matches!(mode, StartMode::Restore { delta: None, .. }));
-        assert!(locked(&world.groups).contains_key(&spec.name), "the group must be made before");
+        assert!(
+            locked(&world.groups).contains_key(&spec.name),
+            "the group must be made before"
+        );
         assert!(spec.directory.is_dir() && spec.disk[0].path.is_file());
         assert!(spec.directory.as_os_str().len() <= 80);
-        world.most_starts.fetch_max(world.starts.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        world
+            .most_starts
+            .fetch_max(world.starts.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
         let started = async {
             let (exit, mut exited) = watch::channel(None);
             let (running, _) = watch::channel(false);
             let guest = guest::Guest::new(world.clone(), running.subscribe(), exit.subscribe());
             let life = Arc::new(Life { exit, running, guest });
             locked(&world.machines).insert(spec.name.as_str().to_owned(), life.clone());
-            let machine = PretendedMachine { world: world.clone(), life };
+            let machine = PretendedMachine {
+                world: world.clone(),
+                life,
+            };
             tokio::select! {
                 stepped = world.step("start") => stepped.map_err(|source| VmmError::Io {
                     step: "start", path: spec.directory.clone(), source,
@@ -320,14 +365,21 @@ impl Drop for PretendedMachine {
 
 impl PretendedMachine {
     async fn step(&self, step: &'static str) -> Result<(), VmmError> {
-        self.world.step(step).await.map_err(|source| VmmError::Io { step, path: PathBuf::new(), source })
+        self.world.step(step).await.map_err(|source| VmmError::Io {
+            step,
+            path: PathBuf::new(),
+            source,
+        })
     }
 }
 
 #[async_trait]
 impl Machine for PretendedMachine {
     fn process(&self) -> ProcessIdentity {
-        ProcessIdentity { pid: 1, start_ticks: 2 }
+        ProcessIdentity {
+            pid: 1,
+            start_ticks: 2,
+        }
     }
 
     fn exit(&self) -> watch::Receiver<Option<ExitReason>> {
@@ -390,7 +442,9 @@ impl Machine for PretendedMachine {
 impl Templates for World {
     async fn resolve(&self, name: &str) -> Result<ResolvedTemplate, TemplateError> {
         if name.split(':').next() != Some("base") {
-            return Err(TemplateError::NotFound { name: name.to_owned() });
+            return Err(TemplateError::NotFound {
+                name: name.to_owned(),
+            });
         }
         Ok(ResolvedTemplate {
             name: "base:latest".to_owned(),
@@ -404,15 +458,20 @@ impl Templates for World {
         _template: &ResolvedTemplate,
         _size: SizeClass,
     ) -> Result<StartingPoint, TemplateError> {
-        self.step("ensure_machine").await.map_err(|source| TemplateError::Failed {
-            step: "make the template's machine".to_owned(),
-            source: Box::new(source),
-        })?;
+        self.step("ensure_machine")
+            .await
+            .map_err(|source| TemplateError::Failed {
+                step: "make the template's machine".to_owned(),
+                source: Box::new(source),
+            })?;
         let at = |name: &str| Path::new("/template").join(name);
         Ok(StartingPoint {
             root: at("root"),
             disk: at("disk"),
-            machine: MachineTemplate { memory: at("memory"), state: at("state") },
+            machine: MachineTemplate {
+                memory: at("memory"),
+                state: at("state"),
+            },
             kernel: at("kernel"),
             initramfs: at("initramfs"),
             kernel_arguments: String::new(),

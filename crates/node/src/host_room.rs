@@ -18,7 +18,12 @@ pub(crate) fn memory_available() -> io::Result<u64> {
 }
 
 fn field(text: &str, name: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?.parse().ok()
+    text.lines()
+        .find_map(|line| line.strip_prefix(name))?
+        .split_whitespace()
+        .next()?
+        .parse()
+        .ok()
 }
 
 /// Bytes free for ordinary use on the file system of `path`.
@@ -37,8 +42,10 @@ fn pids_free() -> io::Result<u64> {
         .and_then(|tasks| tasks.split_once('/'))
         .and_then(|(_, all)| all.parse::<u64>().ok())
         .ok_or_else(invalid)?;
-    let most: u64 =
-        fs::read_to_string("/proc/sys/kernel/pid_max")?.trim().parse().map_err(|_| invalid())?;
+    let most: u64 = fs::read_to_string("/proc/sys/kernel/pid_max")?
+        .trim()
+        .parse()
+        .map_err(|_| invalid())?;
     Ok(most.saturating_sub(used))
 }
 

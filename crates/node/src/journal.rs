@@ -69,7 +69,9 @@ pub enum JournalError {
         source: sqlx::Error,
     },
     /// Written by a newer version of this program.
-    #[error("the journal {path} has format {found}, this program knows 1: use the newer program or move the file away")]
+    #[error(
+        "the journal {path} has format {found}, this program knows 1: use the newer program or move the file away"
+    )]
     TooNew {
         /// Which file.
         path: PathBuf,
@@ -115,9 +117,16 @@ pub(crate) struct Beginning {
 #[derive(Debug)]
 enum Request {
     Begin(Beginning, oneshot::Sender<Result<(), JournalError>>),
-    Run { id: SandboxId, generation: u64, process: String },
+    Run {
+        id: SandboxId,
+        generation: u64,
+        process: String,
+    },
     End(EndRecord, oneshot::Sender<Result<(), JournalError>>),
-    EndOf(SandboxId, oneshot::Sender<Result<Option<EndRecord>, JournalError>>),
+    EndOf(
+        SandboxId,
+        oneshot::Sender<Result<Option<EndRecord>, JournalError>>,
+    ),
     EndsSince(Timestamp, oneshot::Sender<Result<Vec<EndRecord>, JournalError>>),
     Close,
 }
@@ -132,7 +141,10 @@ impl Journal {
     /// Opens or makes the journal, marks every life that was going on as ended by the platform's restart, and says how
     /// many these were.
     pub(crate) async fn open(path: &Path, tracker: &TaskTracker) -> Result<(Self, u64), JournalError> {
-        let failed = |source| JournalError::Open { path: path.to_owned(), source };
+        let failed = |source| JournalError::Open {
+            path: path.to_owned(),
+            source,
+        };
         let mut connection = SqliteConnectOptions::new()
             .filename(path)
             .create_if_missing(true)
@@ -141,20 +153,29 @@ impl Journal {
             .connect()
             .await
             .map_err(failed)?;
-        let found: i64 =
-            sqlx::query_scalar("PRAGMA user_version").fetch_one(&mut connection).await.map_err(failed)?;
+        let found: i64 = sqlx::query_scalar("PRAGMA user_version")
+            .fetch_one(&mut connection)
+            .await
+            .map_err(failed)?;
         if found > 1 {
-            return Err(JournalError::TooNew { path: path.to_owned(), found });
+            return Err(JournalError::TooNew {
+                path: path.to_owned(),
+                found,
+            });
         }
-        sqlx::raw_sql(SCHEMA).execute(&mut connection).await.map_err(failed)?;
-        let restarted = serde_json::to_string(&EndCause::PlatformRestarted).unwrap_or_default();
-        let ended = sqlx::query("UPDATE lives SET state = 'ended', ended_us = ?, cause = ? WHERE state != 'ended'")
-            .bind(Timestamp::now().as_microsecond())
-            .bind(restarted)
+        sqlx::raw_sql(SCHEMA)
             .execute(&mut connection)
             .await
-            .map_err(failed)?
-            .rows_affected();
+            .map_err(failed)?;
+        let restarted = serde_json::to_string(&EndCause::PlatformRestarted).unwrap_or_default();
+        let ended =
+            sqlx::query("UPDATE lives SET state = 'ended', ended_us = ?, cause = ? WHERE state != 'ended'")
+                .bind(Timestamp::now().as_microsecond())
+                .bind(restarted)
+                .execute(&mut connection)
+                .await
+                .map_err(failed)?
+                .rows_affected();
         prune(&mut connection).await.map_err(failed)?;
         let (requests, queue) = mpsc::channel(QUEUE);
         tracker.spawn(serve(connection, queue));
@@ -168,7 +189,16 @@ impl Journal {
 
     /// Notes that a life is usable, and the monitor's process. Not awaited until durable: only the record matters.
     pub(crate) async fn run(&self, id: SandboxId, generation: u64, process: String) {
-        if self.requests.send(Request::Run { id, generation, process }).await.is_err() {
+        if self
+            .requests
+            .send(Request::Run {
+                id,
+                generation,
+                process,
+            })
+            .await
+            .is_err()
+        {
             tracing::debug!("the journal is closed");
         }
     }
@@ -200,7 +230,10 @@ impl Journal {
         request: impl FnOnce(oneshot::Sender<Result<T, JournalError>>) -> Request,
     ) -> Result<T, JournalError> {
         let (reply, answer) = oneshot::channel();
-        self.requests.send(request(reply)).await.map_err(|_| JournalError::Closed)?;
+        self.requests
+            .send(request(reply))
+            .await
+            .map_err(|_| JournalError::Closed)?;
         answer.await.map_err(|_| JournalError::Closed)?
     }
 }
@@ -220,7 +253,9 @@ async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Reque
             match request {
                 // A reader that went away needs no answer: hence the ignored results here and below.
                 Request::EndOf(id, reply) => drop(reply.send(end_of(&mut connection, &id).await)),
-                Request::EndsSince(since, reply) => drop(reply.send(ends_since(&mut connection, since).await)),
+                Request::EndsSince(since, reply) => {
+                    drop(reply.send(ends_since(&mut connection, since).await))
+                }
                 Request::Close => queue.close(),
                 write => writes.push(write),
             }
@@ -269,14 +304,31 @@ async fn write(
             (Request::Begin(beginning, reply), Some(transaction)) => {
                 let generation = beginning.generation;
                 let result = insert(transaction, beginning).await;
-                (Some(reply), result.map(|new| if new { Ok(()) } else { Err(JournalError::Stale { generation }) }))
+                (
+                    Some(reply),
+                    result.map(|new| {
+                        if new {
+                            Ok(())
+                        } else {
+                            Err(JournalError::Stale { generation })
+                        }
+                    }),
+                )
             }
             (Request::End(end, reply), Some(transaction)) => {
                 (Some(reply), update_end(transaction, &end).await.map(Ok))
             }
-            (Request::Run { id, generation, process }, Some(transaction)) => {
-                (None, update_run(transaction, &id, generation, process).await.map(Ok))
-            }
+            (
+                Request::Run {
+                    id,
+                    generation,
+                    process,
+                },
+                Some(transaction),
+            ) => (
+                None,
+                update_run(transaction, &id, generation, process).await.map(Ok),
+            ),
             (Request::Begin(_, reply) | Request::End(_, reply), None) => (Some(reply), Ok(Ok(()))),
             _ => (None, Ok(Ok(()))),
         };
@@ -302,7 +354,10 @@ fn write_error(error: &sqlx::Error) -> JournalError {
         .as_database_error()
         .and_then(sqlx::error::DatabaseError::code)
         .is_some_and(|code| code == "13" || code == "778");
-    JournalError::Write { what: error.to_string(), full }
+    JournalError::Write {
+        what: error.to_string(),
+        full,
+    }
 }
 
 fn stored(value: u64) -> i64 {
@@ -357,7 +412,10 @@ async fn update_end(connection: &mut SqliteConnection, end: &EndRecord) -> Resul
     Ok(())
 }
 
-async fn end_of(connection: &mut SqliteConnection, id: &SandboxId) -> Result<Option<EndRecord>, JournalError> {
+async fn end_of(
+    connection: &mut SqliteConnection,
+    id: &SandboxId,
+) -> Result<Option<EndRecord>, JournalError> {
     let row = sqlx::query(
         "SELECT id, generation, ended_us, cause, cpu_us FROM lives WHERE id = ? ORDER BY generation DESC LIMIT 1",
     )
@@ -368,7 +426,10 @@ async fn end_of(connection: &mut SqliteConnection, id: &SandboxId) -> Result<Opt
     Ok(row.as_ref().and_then(end_record))
 }
 
-async fn ends_since(connection: &mut SqliteConnection, since: Timestamp) -> Result<Vec<EndRecord>, JournalError> {
+async fn ends_since(
+    connection: &mut SqliteConnection,
+    since: Timestamp,
+) -> Result<Vec<EndRecord>, JournalError> {
     let rows = sqlx::query(
         "SELECT id, generation, ended_us, cause, cpu_us FROM lives
          WHERE ended_us >= ? ORDER BY ended_us, seq LIMIT ?",
@@ -383,7 +444,9 @@ async fn ends_since(connection: &mut SqliteConnection, since: Timestamp) -> Resu
 
 #[expect(clippy::needless_pass_by_value, reason = "used as a function in map_err")]
 fn read_error(error: sqlx::Error) -> JournalError {
-    JournalError::Read { what: error.to_string() }
+    JournalError::Read {
+        what: error.to_string(),
+    }
 }
 
 /// Reads one row; a row that is not ended, or that another program has damaged, is none.
@@ -401,7 +464,10 @@ fn end_record(row: &SqliteRow) -> Option<EndRecord> {
 
 async fn prune(connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
     let oldest = Timestamp::now().as_microsecond() - KEEP_DAYS * 24 * 3600 * 1_000_000;
-    sqlx::query("DELETE FROM lives WHERE ended_us < ?").bind(oldest).execute(&mut *connection).await?;
+    sqlx::query("DELETE FROM lives WHERE ended_us < ?")
+        .bind(oldest)
+        .execute(&mut *connection)
+        .await?;
     sqlx::query(
         "DELETE FROM lives WHERE state = 'ended' AND seq <=
          (SELECT seq FROM lives ORDER BY seq DESC LIMIT 1 OFFSET ?)",

@@ -53,7 +53,11 @@ pub(crate) enum LinkError {
         source: hyper::Error,
     },
     #[error("the daemon answered {step} with {status}: {text}")]
-    Status { step: &'static str, status: StatusCode, text: String },
+    Status {
+        step: &'static str,
+        status: StatusCode,
+        text: String,
+    },
     #[error("the daemon's answer to {step} is not understood: {what}")]
     Answer { step: &'static str, what: String },
     #[error("the daemon did not answer {step} within {} ms", limit.as_millis())]
@@ -78,7 +82,9 @@ impl Secrets {
     /// Drawn from the operating system.
     pub(crate) fn random() -> Result<Self, LinkError> {
         let mut bytes = [0_u8; 128];
-        rand::rngs::OsRng.try_fill_bytes(&mut bytes).map_err(|_| LinkError::Random)?;
+        rand::rngs::OsRng
+            .try_fill_bytes(&mut bytes)
+            .map_err(|_| LinkError::Random)?;
         let (entropy, rest) = bytes.split_at(64);
         let (machine_id, rest) = rest.split_at(16);
         let (boot_id, token) = rest.split_at(16);
@@ -88,7 +94,12 @@ impl Secrets {
         else {
             return Err(LinkError::Random);
         };
-        Ok(Self { guest_token, entropy, machine_id: version_4(machine_id), boot_id: version_4(boot_id) })
+        Ok(Self {
+            guest_token,
+            entropy,
+            machine_id: version_4(machine_id),
+            boot_id: version_4(boot_id),
+        })
     }
 
     fn identity(&self, hostname: &str, generation: u64) -> Identity {
@@ -156,8 +167,10 @@ pub(crate) struct Link {
 }
 
 async fn open_control(machine: &dyn Machine, generation: u64) -> Result<HostControl, LinkError> {
-    let PortStream::Unix(stream) =
-        machine.control_port().await.map_err(|source| LinkError::Port { port: "control", source })?;
+    let PortStream::Unix(stream) = machine.control_port().await.map_err(|source| LinkError::Port {
+        port: "control",
+        source,
+    })?;
     Ok(HostControl::open(stream, generation)?)
 }
 
@@ -175,14 +188,31 @@ impl Link {
     ) -> Result<Arc<Self>, LinkError> {
         let control = open_control(machine.as_ref(), generation).await?;
         let resume = async {
-            machine.resume().await.map_err(|source| LinkError::Port { port: "control", source })
+            machine.resume().await.map_err(|source| LinkError::Port {
+                port: "control",
+                source,
+            })
         };
         let greeted = async { Ok(control.greeted(limit).await?) };
-        let identity = async { Ok(control.identity(secrets.identity(hostname, generation), limit).await?) };
+        let identity = async {
+            Ok(control
+                .identity(secrets.identity(hostname, generation), limit)
+                .await?)
+        };
         // The identity is queued first: `join!` polls in order, and the machine's first steps should find it there.
         tokio::try_join!(identity, greeted, resume)?;
-        let session = Session { control: Arc::new(control), nonce_used: false, data: None };
-        Ok(Arc::new(Self { machine, generation, owner, limit, session: Arc::new(Mutex::new(session)) }))
+        let session = Session {
+            control: Arc::new(control),
+            nonce_used: false,
+            data: None,
+        };
+        Ok(Arc::new(Self {
+            machine,
+            generation,
+            owner,
+            limit,
+            session: Arc::new(Mutex::new(session)),
+        }))
     }
 
     /// The data session, opened if there is none that works.
@@ -213,8 +243,11 @@ impl Link {
         }
         session.control.greeted(self.limit).await?;
         session.nonce_used = true;
-        let PortStream::Unix(stream) =
-            self.machine.data_port().await.map_err(|source| LinkError::Port { port: "data", source })?;
+        let PortStream::Unix(stream) = self
+            .machine
+            .data_port()
+            .await
+            .map_err(|source| LinkError::Port { port: "data", source })?;
         let stream = open_data(stream, session.control.nonce(), self.limit).await?;
         let (data, connection) = hyper::client::conn::http2::Builder::new(self.owner.clone())
             .initial_stream_window_size(http2::STREAM_WINDOW)
@@ -224,7 +257,10 @@ impl Link {
             .initial_max_send_streams(http2::STREAMS as usize)
             .handshake(TokioIo::new(stream))
             .await
-            .map_err(|source| LinkError::Http { step: "the HTTP/2 handshake", source })?;
+            .map_err(|source| LinkError::Http {
+                step: "the HTTP/2 handshake",
+                source,
+            })?;
         let stop = self.owner.stop.clone();
         self.owner.tracker.spawn(async move {
             tokio::select! {
@@ -247,7 +283,11 @@ impl Link {
                 let mut session = self.session.lock().await;
                 if session.control.is_closed() {
                     let control = Arc::new(open_control(self.machine.as_ref(), self.generation).await?);
-                    *session = Session { control, nonce_used: false, data: None };
+                    *session = Session {
+                        control,
+                        nonce_used: false,
+                        data: None,
+                    };
                 }
                 session.control.clone()
             };
@@ -256,7 +296,10 @@ impl Link {
         };
         tokio::time::timeout(limit, asked)
             .await
-            .map_err(|_| LinkError::TimedOut { step: "health", limit })?
+            .map_err(|_| LinkError::TimedOut {
+                step: "health",
+                limit,
+            })?
     }
 
     /// Sets the environment of everything started from now on.
@@ -267,7 +310,10 @@ impl Link {
             .uri("http://space/init")
             .header(http::header::CONTENT_TYPE, "application/json")
             .body(boxed(Full::new(Bytes::from(body))))
-            .map_err(|error| LinkError::Answer { step, what: error.to_string() })?;
+            .map_err(|error| LinkError::Answer {
+                step,
+                what: error.to_string(),
+            })?;
         self.whole(step, request).await.map(drop)
     }
 
@@ -276,7 +322,10 @@ impl Link {
         let step = "its metrics";
         let request = Request::get("http://space/metrics")
             .body(boxed(Empty::new()))
-            .map_err(|error| LinkError::Answer { step, what: error.to_string() })?;
+            .map_err(|error| LinkError::Answer {
+                step,
+                what: error.to_string(),
+            })?;
         self.whole(step, request).await
     }
 
@@ -290,20 +339,27 @@ impl Link {
                 .method(Method::CONNECT)
                 .uri(format!("127.0.0.1:{port}"))
                 .body(boxed(Empty::new()))
-                .map_err(|error| LinkError::Answer { step, what: error.to_string() })?;
+                .map_err(|error| LinkError::Answer {
+                    step,
+                    what: error.to_string(),
+                })?;
             match self.send(step, request).await {
                 Err(LinkError::Http { .. }) if again => again = false,
                 answered => break answered?,
             }
         };
         if response.status().is_success() {
-            let upgraded = hyper::upgrade::on(response).await.map_err(|source| LinkError::Http { step, source })?;
+            let upgraded = hyper::upgrade::on(response)
+                .await
+                .map_err(|source| LinkError::Http { step, source })?;
             Ok(TokioIo::new(upgraded))
         } else if response.headers().contains_key(PORT_CLOSED) {
             Err(LinkError::PortClosed)
         } else {
             let status = response.status();
-            let text = read(step, response).await.map_or_else(|_| String::new(), |body| words(&body));
+            let text = read(step, response)
+                .await
+                .map_or_else(|_| String::new(), |body| words(&body));
             Err(LinkError::Status { step, status, text })
         }
     }
@@ -316,10 +372,16 @@ impl Link {
         let limit = self.limit;
         let exchange = async {
             let mut data = self.data().await?;
-            data.ready().await.map_err(|source| LinkError::Http { step, source })?;
-            data.send_request(request).await.map_err(|source| LinkError::Http { step, source })
+            data.ready()
+                .await
+                .map_err(|source| LinkError::Http { step, source })?;
+            data.send_request(request)
+                .await
+                .map_err(|source| LinkError::Http { step, source })
         };
-        tokio::time::timeout(limit, exchange).await.map_err(|_| LinkError::TimedOut { step, limit })?
+        tokio::time::timeout(limit, exchange)
+            .await
+            .map_err(|_| LinkError::TimedOut { step, limit })?
     }
 
     async fn whole(
@@ -335,10 +397,16 @@ impl Link {
             if status.is_success() {
                 Ok(body)
             } else {
-                Err(LinkError::Status { step, status, text: words(&body) })
+                Err(LinkError::Status {
+                    step,
+                    status,
+                    text: words(&body),
+                })
             }
         };
-        tokio::time::timeout(limit, exchange).await.map_err(|_| LinkError::TimedOut { step, limit })?
+        tokio::time::timeout(limit, exchange)
+            .await
+            .map_err(|_| LinkError::TimedOut { step, limit })?
     }
 }
 
@@ -355,10 +423,15 @@ async fn read(step: &'static str, response: Response<Incoming>) -> Result<Bytes,
         .collect()
         .await
         .map(http_body_util::Collected::to_bytes)
-        .map_err(|error| LinkError::Answer { step, what: error.to_string() })
+        .map_err(|error| LinkError::Answer {
+            step,
+            what: error.to_string(),
+        })
 }
 
 /// What a guest wrote, fit for a log line.
 fn words(body: &[u8]) -> String {
-    String::from_utf8_lossy(&body[..body.len().min(256)]).escape_debug().to_string()
+    String::from_utf8_lossy(&body[..body.len().min(256)])
+        .escape_debug()
+        .to_string()
 }

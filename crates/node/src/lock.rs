@@ -15,7 +15,9 @@ const LOCK: &str = "node.lock";
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another manager holds it.
-    #[error("{directory} is in use by another node (process {holder}): stop that one first or choose another directory")]
+    #[error(
+        "{directory} is in use by another node (process {holder}): stop that one first or choose another directory"
+    )]
     Held {
         /// Which directory.
         directory: PathBuf,
@@ -42,7 +44,10 @@ pub(crate) struct DirectoryLock {
 impl DirectoryLock {
     /// Takes the lock or says at once who holds it.
     pub(crate) fn take(directory: &Path) -> Result<Self, LockError> {
-        let failed = |source| LockError::Io { directory: directory.to_owned(), source };
+        let failed = |source| LockError::Io {
+            directory: directory.to_owned(),
+            source,
+        };
         let mut file = fs::OpenOptions::new()
             .read(true)
             .write(true)
@@ -57,7 +62,10 @@ impl DirectoryLock {
                 let read = (&mut file).take(16).read_to_string(&mut holder).is_ok();
                 let known = read && !holder.is_empty() && holder.bytes().all(|byte| byte.is_ascii_digit());
                 let holder = if known { holder } else { "unknown".to_owned() };
-                return Err(LockError::Held { directory: directory.to_owned(), holder });
+                return Err(LockError::Held {
+                    directory: directory.to_owned(),
+                    holder,
+                });
             }
             Err(error) => return Err(failed(error.into())),
         }
@@ -76,8 +84,13 @@ mod tests {
     fn a_second_lock_names_the_holder_and_a_released_one_is_free() {
         let directory = tempfile::tempdir().expect("a directory");
         let first = DirectoryLock::take(directory.path()).expect("free");
-        let refused = DirectoryLock::take(directory.path()).expect_err("held").to_string();
-        assert!(refused.contains(&format!("process {}", std::process::id())), "{refused}");
+        let refused = DirectoryLock::take(directory.path())
+            .expect_err("held")
+            .to_string();
+        assert!(
+            refused.contains(&format!("process {}", std::process::id())),
+            "{refused}"
+        );
         drop(first);
         DirectoryLock::take(directory.path()).expect("free again");
     }

@@ -32,8 +32,8 @@ use crate::{
     remains::{Remains, janitor},
     sandbox::{INPUTS, Input, Sandbox, View, now_as_recorded, sample},
     seam::{
-        CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus, TemplateInfo,
-        TunnelError, TunnelStream, Usage,
+        CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
+        TemplateInfo, TunnelError, TunnelStream, Usage,
     },
     start_up::{self, DISKS, Locks, MACHINES},
     templates::Templates,
@@ -126,13 +126,24 @@ impl NodeManager {
         let available = host_room::memory_available().unwrap_or(u64::MAX);
         let memory_budget = config.memory_budget.unwrap_or(available / 5 * 4);
         let uids = Arc::new(UidSlots::new(config.uids.clone()));
-        let networks =
-            NetworkPool::start(privileges.clone(), config.networks_ahead, &tracker, stop.child_token());
+        let networks = NetworkPool::start(
+            privileges.clone(),
+            config.networks_ahead,
+            &tracker,
+            stop.child_token(),
+        );
         let (left, queue) = mpsc::unbounded_channel();
-        tracker.spawn(janitor(privileges.clone(), uids.clone(), queue, stop.child_token()));
+        tracker.spawn(janitor(
+            privileges.clone(),
+            uids.clone(),
+            queue,
+            stop.child_token(),
+        ));
         let capabilities = vmm.capabilities();
-        let description =
-            format!("{} {} {}", capabilities.driver, capabilities.version, capabilities.accelerator);
+        let description = format!(
+            "{} {} {}",
+            capabilities.driver, capabilities.version, capabilities.accelerator
+        );
         let shared = Shared {
             registry: Registry::new(&config, memory_budget),
             starts: Semaphore::new(config.concurrent_starts),
@@ -191,7 +202,12 @@ impl NodeManager {
             deadline: request.deadline,
             ready_ms: None,
         };
-        let (view, viewer) = watch::channel(View { status, link: None, failure: None, end: None });
+        let (view, viewer) = watch::channel(View {
+            status,
+            link: None,
+            failure: None,
+            end: None,
+        });
         let (inputs, queue) = mpsc::channel(INPUTS);
         let history = Arc::new(History::default());
         let guest_token = Arc::from(secrets.guest_token.as_str());
@@ -202,12 +218,18 @@ impl NodeManager {
             history: history.clone(),
             guest_token,
         };
-        match shared.registry.admit(&request.id, self.committed(size.memory_mib), handle)? {
+        match shared
+            .registry
+            .admit(&request.id, self.committed(size.memory_mib), handle)?
+        {
             Admission::Existing(handle) => Ok(handle),
             Admission::New(handle) => {
                 let sandbox = Sandbox {
                     shared: shared.clone(),
-                    owner: Owner { tracker: shared.tracker.clone(), stop: CancellationToken::new() },
+                    owner: Owner {
+                        tracker: shared.tracker.clone(),
+                        stop: CancellationToken::new(),
+                    },
                     remains: Mutex::new(Remains::new(name.clone())),
                     progress: Progress::default(),
                     request,
@@ -235,24 +257,37 @@ impl NodeManager {
     async fn not_found(&self, id: &SandboxId) -> NodeError {
         let end = match self.shared.registry.recent_end(id) {
             Some(end) => Some(end),
-            None => self.shared.journal.end_of(id.clone()).await.unwrap_or_else(|error| {
-                tracing::warn!(error = %chain(&error), "an end could not be looked up");
-                None
-            }),
+            None => self
+                .shared
+                .journal
+                .end_of(id.clone())
+                .await
+                .unwrap_or_else(|error| {
+                    tracing::warn!(error = %chain(&error), "an end could not be looked up");
+                    None
+                }),
         };
-        NodeError::NotFound { id: id.clone(), end: end.map(Box::new) }
+        NodeError::NotFound {
+            id: id.clone(),
+            end: end.map(Box::new),
+        }
     }
 
     /// The link of a running sandbox.
     async fn link(&self, id: &SandboxId) -> Result<(Arc<Handle>, Arc<Link>), NodeError> {
-        let Some(handle) = self.find(id) else { return Err(self.not_found(id).await) };
+        let Some(handle) = self.find(id) else {
+            return Err(self.not_found(id).await);
+        };
         let (link, state) = {
             let view = handle.view.borrow();
             (view.link.clone(), view.status.state)
         };
         match link {
             Some(link) => Ok((handle, link)),
-            None => Err(NodeError::Transitioning { id: id.clone(), state }),
+            None => Err(NodeError::Transitioning {
+                id: id.clone(),
+                state,
+            }),
         }
     }
 
@@ -260,10 +295,14 @@ impl NodeManager {
     async fn link_failure(&self, id: &SandboxId, error: &LinkError) -> NodeError {
         match self.find(id) {
             None => self.not_found(id).await,
-            Some(handle) if handle.state() != SandboxState::Running => {
-                NodeError::Transitioning { id: id.clone(), state: handle.state() }
-            }
-            Some(_) => NodeError::GuestUnresponsive { id: id.clone(), what: chain(error) },
+            Some(handle) if handle.state() != SandboxState::Running => NodeError::Transitioning {
+                id: id.clone(),
+                state: handle.state(),
+            },
+            Some(_) => NodeError::GuestUnresponsive {
+                id: id.clone(),
+                what: chain(error),
+            },
         }
     }
 }
@@ -271,10 +310,18 @@ impl NodeManager {
 /// Waits for the end of a sandbox.
 async fn ended(handle: &Handle) -> Result<EndRecord, NodeError> {
     let mut view = handle.view.clone();
-    let lost = || NodeError::Internal { what: "the sandbox's task was lost".to_owned() };
-    let view = view.wait_for(|view| view.status.state == SandboxState::Ended).await.map_err(|_| lost())?;
+    let lost = || NodeError::Internal {
+        what: "the sandbox's task was lost".to_owned(),
+    };
+    let view = view
+        .wait_for(|view| view.status.state == SandboxState::Ended)
+        .await
+        .map_err(|_| lost())?;
     // Without a record only when its generation was refused.
-    view.end.clone().ok_or_else(|| NodeError::NotFound { id: handle.id.clone(), end: None })
+    view.end.clone().ok_or_else(|| NodeError::NotFound {
+        id: handle.id.clone(),
+        end: None,
+    })
 }
 
 #[async_trait]
@@ -295,11 +342,11 @@ impl Node for NodeManager {
         let handle = self.admit(request).await?;
         let mut watched = handle.view.clone();
         let (status, failure, end) = {
-            let settled = |view: &View| matches!(view.status.state, SandboxState::Running | SandboxState::Ended);
-            let view = watched
-                .wait_for(settled)
-                .await
-                .map_err(|_| NodeError::Internal { what: "the sandbox's task was lost".to_owned() })?;
+            let settled =
+                |view: &View| matches!(view.status.state, SandboxState::Running | SandboxState::Ended);
+            let view = watched.wait_for(settled).await.map_err(|_| NodeError::Internal {
+                what: "the sandbox's task was lost".to_owned(),
+            })?;
             (view.status.clone(), view.failure.clone(), view.end.clone())
         };
         match failure {
@@ -310,7 +357,9 @@ impl Node for NodeManager {
     }
 
     async fn delete(&self, id: &SandboxId) -> Result<EndRecord, NodeError> {
-        let Some(handle) = self.find(id) else { return Err(self.not_found(id).await) };
+        let Some(handle) = self.find(id) else {
+            return Err(self.not_found(id).await);
+        };
         // An error says that it is past taking inputs: then its end is near.
         drop(handle.inputs.send(Input::End(EndCause::Deleted)).await);
         ended(&handle).await
@@ -325,18 +374,26 @@ impl Node for NodeManager {
 
     async fn list(&self) -> Vec<SandboxStatus> {
         let handles = self.shared.registry.all();
-        let mut all: Vec<_> = handles.iter().map(|handle| handle.view.borrow().status.clone()).collect();
+        let mut all: Vec<_> = handles
+            .iter()
+            .map(|handle| handle.view.borrow().status.clone())
+            .collect();
         all.sort_by(|a, b| (a.started_at, &a.id).cmp(&(b.started_at, &b.id)));
         all
     }
 
     async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<(), NodeError> {
-        let Some(handle) = self.find(id) else { return Err(self.not_found(id).await) };
+        let Some(handle) = self.find(id) else {
+            return Err(self.not_found(id).await);
+        };
         let (reply, taken) = oneshot::channel();
         let sent = handle.inputs.send(Input::SetDeadline(deadline, reply)).await;
         if sent.is_err() || taken.await.is_err() {
             return Err(match self.find(id) {
-                Some(handle) => NodeError::Transitioning { id: id.clone(), state: handle.state() },
+                Some(handle) => NodeError::Transitioning {
+                    id: id.clone(),
+                    state: handle.state(),
+                },
                 None => self.not_found(id).await,
             });
         }
@@ -392,7 +449,12 @@ impl Node for NodeManager {
 
     async fn delete_template(&self, name: &str) -> Result<(), NodeError> {
         let name = shortened(name, 256);
-        let in_use: Vec<_> = self.list().await.into_iter().map(|status| status.template_digest).collect();
+        let in_use: Vec<_> = self
+            .list()
+            .await
+            .into_iter()
+            .map(|status| status.template_digest)
+            .collect();
         Ok(self.shared.templates.delete(&name, &in_use).await?)
     }
 

@@ -59,7 +59,11 @@ impl NetworkPool {
         let (offer, ready) = mpsc::channel(ahead.saturating_sub(1).max(1));
         let starting = Arc::new(AtomicUsize::new(0));
         tracker.spawn(fill(privileges.clone(), offer, starting.clone(), stop));
-        Self { privileges, ready: Mutex::new(ready), starting }
+        Self {
+            privileges,
+            ready: Mutex::new(ready),
+            starting,
+        }
     }
 
     /// Says that a machine is being started, until the answer is dropped.

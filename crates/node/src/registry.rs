@@ -5,10 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use space_api::{
-    id::SandboxId,
-    lifecycle::SandboxState,
-};
+use space_api::{id::SandboxId, lifecycle::SandboxState};
 use tokio::sync::{mpsc, watch};
 
 use crate::{
@@ -108,7 +105,11 @@ impl Registry {
         let handle = Arc::new(make());
         state.committed += committed;
         state.creating += 1;
-        let entry = Entry { handle: handle.clone(), committed, creating: true };
+        let entry = Entry {
+            handle: handle.clone(),
+            committed,
+            creating: true,
+        };
         state.live.insert(id.clone(), entry);
         Ok(Admission::New(handle))
     }
@@ -143,11 +144,20 @@ impl Registry {
     }
 
     pub(crate) fn recent_end(&self, id: &SandboxId) -> Option<EndRecord> {
-        locked(&self.state).recent.iter().rev().find(|end| end.id == *id).cloned()
+        locked(&self.state)
+            .recent
+            .iter()
+            .rev()
+            .find(|end| end.id == *id)
+            .cloned()
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Handle>> {
-        locked(&self.state).live.values().map(|entry| entry.handle.clone()).collect()
+        locked(&self.state)
+            .live
+            .values()
+            .map(|entry| entry.handle.clone())
+            .collect()
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -174,7 +184,9 @@ impl Registry {
 impl std::fmt::Debug for Handle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // Not its token.
-        f.debug_struct("Handle").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("Handle")
+            .field("id", &self.id)
+            .finish_non_exhaustive()
     }
 }
 

@@ -31,7 +31,14 @@ pub(crate) struct Remains {
 
 impl Remains {
     pub(crate) fn new(name: ObjectName) -> Self {
-        Self { name, machine: None, group: false, network: None, directories: Vec::new(), uid: None }
+        Self {
+            name,
+            machine: None,
+            group: false,
+            network: None,
+            directories: Vec::new(),
+            uid: None,
+        }
     }
 
     /// Whether nothing is left.
@@ -53,7 +60,12 @@ impl Remains {
         };
         let group = async {
             // At the same time, so that a driver that hangs cannot keep its machine alive.
-            self.group && done(&self.name, "its processes", privileges.kill_group(&self.name).await)
+            self.group
+                && done(
+                    &self.name,
+                    "its processes",
+                    privileges.kill_group(&self.name).await,
+                )
         };
         let (killed, emptied) = tokio::join!(machine, group);
         if killed || emptied {
@@ -71,9 +83,7 @@ impl Remains {
     /// Takes away what can be taken away; what failed stays noted. The machine must have been killed.
     pub(crate) async fn clear(&mut self, privileges: &dyn Privileges, uids: &UidSlots) {
         let name = self.name.clone();
-        let group = async {
-            !self.group || done(&name, "its group", privileges.delete_group(&name).await)
-        };
+        let group = async { !self.group || done(&name, "its group", privileges.delete_group(&name).await) };
         let network = async {
             match &self.network {
                 None => true,

@@ -103,11 +103,19 @@ struct Ending {
 
 impl Ending {
     fn told(cause: EndCause) -> Self {
-        Self { cause, failure: Failure::Ended }
+        Self {
+            cause,
+            failure: Failure::Ended,
+        }
     }
 
     fn failed(failure: Failure) -> Self {
-        Self { cause: EndCause::CreateFailed { detail: tail(&failure.detail(), MOST_DETAIL) }, failure }
+        Self {
+            cause: EndCause::CreateFailed {
+                detail: tail(&failure.detail(), MOST_DETAIL),
+            },
+            failure,
+        }
     }
 }
 
@@ -190,20 +198,29 @@ impl Sandbox {
     // === running ===
 
     async fn running(&self, inputs: &mut mpsc::Receiver<Input>, born: Born) -> Ending {
-        let Born { machine, link, timings } = born;
+        let Born {
+            machine,
+            link,
+            timings,
+        } = born;
         self.progress.at("running");
         self.shared.registry.settled(&self.request.id);
         let process = machine.process();
         self.shared
             .journal
-            .run(self.request.id.clone(), self.request.generation, format!("{}:{}", process.pid, process.start_ticks))
+            .run(
+                self.request.id.clone(),
+                self.request.generation,
+                format!("{}:{}", process.pid, process.start_ticks),
+            )
             .await;
         self.view.send_modify(|view| {
             view.status.state = SandboxState::Running;
             view.status.ready_ms = Some(timings.ready);
             view.link = Some(link.clone());
         });
-        self.shared.announce(SandboxEvent::Ready(self.view.borrow().status.clone()));
+        self.shared
+            .announce(SandboxEvent::Ready(self.view.borrow().status.clone()));
         tracing::info!(
             sandbox = %self.name,
             ready_ms = timings.ready,
@@ -252,7 +269,9 @@ impl Sandbox {
     async fn deadline_passes(&self) {
         loop {
             let deadline = self.view.borrow().status.deadline;
-            let Ok(left) = Duration::try_from(deadline.duration_since(Timestamp::now())) else { return };
+            let Ok(left) = Duration::try_from(deadline.duration_since(Timestamp::now())) else {
+                return;
+            };
             if left.is_zero() {
                 return;
             }
@@ -261,17 +280,34 @@ impl Sandbox {
     }
 
     async fn exit_cause(&self, machine: &dyn Machine, reason: Option<ExitReason>) -> EndCause {
-        let failed = |detail: &str| EndCause::VmmFailed { detail: tail(detail, MOST_DETAIL) };
+        let failed = |detail: &str| EndCause::VmmFailed {
+            detail: tail(detail, MOST_DETAIL),
+        };
         match reason {
             Some(ExitReason::GuestShutdown) => EndCause::GuestShutdown,
             Some(ExitReason::GuestPanicked { console }) => {
-                let console = if console.is_empty() { machine.console().await } else { console };
-                EndCause::GuestFailed { detail: tail(&console, MOST_DETAIL) }
+                let console = if console.is_empty() {
+                    machine.console().await
+                } else {
+                    console
+                };
+                EndCause::GuestFailed {
+                    detail: tail(&console, MOST_DETAIL),
+                }
             }
             Some(ExitReason::OutOfMemory) => EndCause::OutOfMemory,
             Some(ExitReason::MonitorFailed { detail }) => {
-                let usage = self.shared.privileges.group_usage(&self.name).await.unwrap_or_default();
-                if usage.oom_kills > 0 { EndCause::OutOfMemory } else { failed(&detail) }
+                let usage = self
+                    .shared
+                    .privileges
+                    .group_usage(&self.name)
+                    .await
+                    .unwrap_or_default();
+                if usage.oom_kills > 0 {
+                    EndCause::OutOfMemory
+                } else {
+                    failed(&detail)
+                }
             }
             Some(ExitReason::Killed) => failed("the monitor was killed"),
             None => failed("the monitor's driver stopped watching it"),
@@ -296,7 +332,8 @@ impl Sandbox {
                         let error = chain(&error);
                         tracing::warn!(sandbox = %name, misses, error, "the daemon did not say that it is well");
                         if misses >= limits.health_misses {
-                            let detail = format!("the space daemon has not answered {misses} times in a row: {error}");
+                            let detail =
+                                format!("the space daemon has not answered {misses} times in a row: {error}");
                             drop(inputs.send(Input::Unresponsive(tail(&detail, MOST_DETAIL))).await);
                             return;
                         }
@@ -335,7 +372,9 @@ impl Sandbox {
         let empty = Remains::new(self.name.clone());
         let mut remains = std::mem::replace(&mut *locked(&self.remains), empty);
         let limit = self.shared.config.limits.stop;
-        let usage: GroupUsage = remains.remove(self.shared.privileges.as_ref(), &self.shared.uids, limit).await;
+        let usage: GroupUsage = remains
+            .remove(self.shared.privileges.as_ref(), &self.shared.uids, limit)
+            .await;
         if !remains.is_empty() {
             self.shared.leave_to_janitor(remains);
         }
@@ -384,14 +423,22 @@ impl Sandbox {
 
 /// Waits for the monitor's end; `None` if its driver does not say.
 async fn exited(exit: &mut watch::Receiver<Option<ExitReason>>) -> Option<ExitReason> {
-    exit.wait_for(Option::is_some).await.ok().and_then(|reason| reason.clone())
+    exit.wait_for(Option::is_some)
+        .await
+        .ok()
+        .and_then(|reason| reason.clone())
 }
 
 /// One sample of use, guest and host.
 pub(crate) async fn sample(shared: &Shared, name: &ObjectName, link: &Arc<Link>) -> Result<Usage, String> {
     let body = link.metrics().await.map_err(|error| chain(&error))?;
-    let figures = GuestFigures::parse(&body).map_err(|error| format!("the guest's metrics are not understood: {error}"))?;
-    let host = shared.privileges.group_usage(name).await.map_err(|error| chain(&error))?;
+    let figures = GuestFigures::parse(&body)
+        .map_err(|error| format!("the guest's metrics are not understood: {error}"))?;
+    let host = shared
+        .privileges
+        .group_usage(name)
+        .await
+        .map_err(|error| chain(&error))?;
     Ok(figures.sample(Timestamp::now(), &host))
 }
 

@@ -42,7 +42,9 @@ pub enum OpenError {
         source: io::Error,
     },
     /// Machines run as ordinary users and could not reach their files.
-    #[error("{path} cannot be passed through by other users: run `chmod o+x {path}` or choose another directory")]
+    #[error(
+        "{path} cannot be passed through by other users: run `chmod o+x {path}` or choose another directory"
+    )]
     NotTraversable {
         /// The directory, the one asked for or one above it.
         path: PathBuf,
@@ -93,18 +95,32 @@ pub(crate) fn directories(config: &NodeConfig) -> Result<Locks, OpenError> {
     }
     let data = DirectoryLock::take(&config.data_directory)?;
     let run = DirectoryLock::take(&config.run_directory)?;
-    for directory in [config.run_directory.join(MACHINES), config.data_directory.join(DISKS)] {
+    for directory in [
+        config.run_directory.join(MACHINES),
+        config.data_directory.join(DISKS),
+    ] {
         make(&directory)?;
         traversable(&directory)?;
     }
-    Ok(Locks { _data: data, _run: run })
+    Ok(Locks {
+        _data: data,
+        _run: run,
+    })
 }
 
 /// Makes a directory that others may pass through but not list.
 fn make(directory: &Path) -> Result<(), OpenError> {
-    let failed = |source| OpenError::Directory { step: "make", path: directory.to_owned(), source };
+    let failed = |source| OpenError::Directory {
+        step: "make",
+        path: directory.to_owned(),
+        source,
+    };
     let mut builder = std::fs::DirBuilder::new();
-    builder.recursive(true).mode(0o711).create(directory).map_err(failed)?;
+    builder
+        .recursive(true)
+        .mode(0o711)
+        .create(directory)
+        .map_err(failed)?;
     let metadata = fs::metadata(directory).map_err(failed)?;
     let mode = metadata.permissions().mode() & 0o7777;
     let own = metadata.uid() == rustix::process::geteuid().as_raw();
@@ -123,7 +139,9 @@ fn traversable(directory: &Path) -> Result<(), OpenError> {
             source,
         })?;
         if metadata.permissions().mode() & 0o001 == 0 {
-            return Err(OpenError::NotTraversable { path: ancestor.to_owned() });
+            return Err(OpenError::NotTraversable {
+                path: ancestor.to_owned(),
+            });
         }
     }
     Ok(())
@@ -131,9 +149,15 @@ fn traversable(directory: &Path) -> Result<(), OpenError> {
 
 /// Removes every object and file of this installation. Nothing of it is of use without the process that made it.
 pub(crate) async fn sweep(config: &NodeConfig, privileges: &dyn Privileges) -> Result<(), OpenError> {
-    let swept = privileges.sweep(&BTreeSet::new()).await.map_err(OpenError::Sweep)?;
+    let swept = privileges
+        .sweep(&BTreeSet::new())
+        .await
+        .map_err(OpenError::Sweep)?;
     let mut directories = 0;
-    for parent in [config.run_directory.join(MACHINES), config.data_directory.join(DISKS)] {
+    for parent in [
+        config.run_directory.join(MACHINES),
+        config.data_directory.join(DISKS),
+    ] {
         directories += empty(&parent)?;
     }
     if swept != Default::default() || directories > 0 {
@@ -156,8 +180,14 @@ fn empty(parent: &Path) -> Result<usize, OpenError> {
     let mut removed = 0;
     for entry in fs::read_dir(parent).map_err(failed("list", parent))? {
         let path = entry.map_err(failed("list", parent))?.path();
-        let is_directory = fs::symlink_metadata(&path).map_err(failed("look at", &path))?.is_dir();
-        let gone = if is_directory { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        let is_directory = fs::symlink_metadata(&path)
+            .map_err(failed("look at", &path))?
+            .is_dir();
+        let gone = if is_directory {
+            fs::remove_dir_all(&path)
+        } else {
+            fs::remove_file(&path)
+        };
         gone.map_err(failed("remove", &path))?;
         removed += 1;
     }

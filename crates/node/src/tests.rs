@@ -28,7 +28,10 @@ struct Fixture {
 }
 
 fn directory() -> Arc<tempfile::TempDir> {
-    let directory = tempfile::Builder::new().prefix("s").tempdir_in("/tmp").expect("a directory");
+    let directory = tempfile::Builder::new()
+        .prefix("s")
+        .tempdir_in("/tmp")
+        .expect("a directory");
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o711);
     fs_err::set_permissions(directory.path(), open).expect("ours");
     Arc::new(directory)
@@ -45,7 +48,13 @@ fn config(directory: &Path) -> NodeConfig {
 }
 
 async fn open(config: NodeConfig, world: &Arc<World>) -> Result<Arc<NodeManager>, OpenError> {
-    NodeManager::open(config, world.clone(), Arc::new(PretendedVmm(world.clone())), world.clone()).await
+    NodeManager::open(
+        config,
+        world.clone(),
+        Arc::new(PretendedVmm(world.clone())),
+        world.clone(),
+    )
+    .await
 }
 
 impl Fixture {
@@ -62,13 +71,21 @@ impl Fixture {
         let mut config = config(directory.path());
         change(&mut config);
         let node = open(config, &world).await.expect("opens");
-        Self { directory, world, node }
+        Self {
+            directory,
+            world,
+            node,
+        }
     }
 
     /// What there is of sandboxes, beside the networks made ahead.
     fn leftovers(&self) -> Vec<String> {
-        let mut left: Vec<_> =
-            self.world.objects().into_iter().filter(|object| !object.starts_with("network n")).collect();
+        let mut left: Vec<_> = self
+            .world
+            .objects()
+            .into_iter()
+            .filter(|object| !object.starts_with("network n"))
+            .collect();
         for parent in ["run/s", "data/disks"] {
             for entry in fs_err::read_dir(self.directory.path().join(parent)).expect("is there") {
                 left.push(format!("file {:?}", entry.expect("readable").path()));
@@ -106,7 +123,9 @@ fn request() -> CreateSandbox {
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(SOON, future).await.expect("it takes too long")
+    tokio::time::timeout(SOON, future)
+        .await
+        .expect("it takes too long")
 }
 
 /// Waits until something holds.

@@ -19,7 +19,13 @@ struct State {
 impl UidSlots {
     pub(crate) fn new(range: Range<u32>) -> Self {
         let next = range.start;
-        Self { range, state: Mutex::new(State { next, used: BTreeSet::new() }) }
+        Self {
+            range,
+            state: Mutex::new(State {
+                next,
+                used: BTreeSet::new(),
+            }),
+        }
     }
 
     /// An id that nothing uses, or `None` when all are in use.
@@ -28,7 +34,11 @@ impl UidSlots {
         let mut candidates = (state.next..self.range.end).chain(self.range.start..state.next);
         let uid = candidates.find(|uid| !state.used.contains(uid))?;
         state.used.insert(uid);
-        state.next = if uid + 1 >= self.range.end { self.range.start } else { uid + 1 };
+        state.next = if uid + 1 >= self.range.end {
+            self.range.start
+        } else {
+            uid + 1
+        };
         Some(uid)
     }
 
@@ -53,7 +63,10 @@ mod tests {
         let slots = UidSlots::new(10..13);
         assert_eq!([slots.take(), slots.take()], [Some(10), Some(11)]);
         slots.give_back(10);
-        assert_eq!([slots.take(), slots.take(), slots.take()], [Some(12), Some(10), None]);
+        assert_eq!(
+            [slots.take(), slots.take(), slots.take()],
+            [Some(12), Some(10), None]
+        );
         slots.give_back(11);
         assert_eq!(slots.take(), Some(11));
     }

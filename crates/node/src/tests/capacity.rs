@@ -20,7 +20,9 @@ async fn of_a_hundred_at_a_capacity_of_ten_ten_succeed_and_ninety_are_told() {
     assert_eq!(of_a_hundred(&fixture).await, 10);
     let first = fixture.node.list().await[0].id.clone();
     within(fixture.node.delete(&first)).await.expect("lives");
-    within(fixture.node.create(request())).await.expect("its place is free again");
+    within(fixture.node.create(request()))
+        .await
+        .expect("its place is free again");
     fixture.close().await;
 }
 
@@ -43,6 +45,9 @@ async fn creates_under_way_are_bounded() {
 async fn a_host_without_room_refuses_early() {
     let fixture = Fixture::with(|config| config.disk_reserve = u64::MAX).await;
     let refused = within(fixture.node.create(request())).await;
-    assert!(matches!(&refused, Err(NodeError::NoCapacity { what }) if what.starts_with("disk")), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(NodeError::NoCapacity { what }) if what.starts_with("disk")),
+        "{refused:?}"
+    );
     fixture.close().await;
 }

@@ -27,18 +27,38 @@ async fn each_exit_of_the_machine_is_a_typed_cause_and_ends_the_streams() {
     for (reason, cause) in [
         (ExitReason::GuestShutdown, EndCause::GuestShutdown),
         (
-            ExitReason::GuestPanicked { console: String::new() },
-            EndCause::GuestFailed { detail: "the console".to_owned() },
+            ExitReason::GuestPanicked {
+                console: String::new(),
+            },
+            EndCause::GuestFailed {
+                detail: "the console".to_owned(),
+            },
         ),
         (ExitReason::OutOfMemory, EndCause::OutOfMemory),
-        (ExitReason::MonitorFailed { detail: long.clone() }, EndCause::VmmFailed { detail: long[..2048].to_owned() }),
-        (ExitReason::Killed, EndCause::VmmFailed { detail: "the monitor was killed".to_owned() }),
+        (
+            ExitReason::MonitorFailed { detail: long.clone() },
+            EndCause::VmmFailed {
+                detail: long[..2048].to_owned(),
+            },
+        ),
+        (
+            ExitReason::Killed,
+            EndCause::VmmFailed {
+                detail: "the monitor was killed".to_owned(),
+            },
+        ),
     ] {
         let mut events = fixture.node.events();
         let request = request();
-        within(fixture.node.create(request.clone())).await.expect("is created");
+        within(fixture.node.create(request.clone()))
+            .await
+            .expect("is created");
         let data = within(fixture.node.data(&request.id)).await.expect("opens");
-        fixture.world.life(request.id.as_str()).expect("lives").exits(reason);
+        fixture
+            .world
+            .life(request.id.as_str())
+            .expect("lives")
+            .exits(reason);
         let end = end_of(&fixture, &request.id).await;
         assert_eq!(end.cause, cause);
         assert_eq!(fixture.leftovers(), Vec::<String>::new());
@@ -54,23 +74,40 @@ async fn a_deadline_can_be_moved_and_then_holds() {
     let fixture = Fixture::new().await;
     let mut first = request();
     first.deadline = Timestamp::now() + 400.milliseconds();
-    let moved = CreateSandbox { id: SandboxId::random(), ..first.clone() };
-    within(fixture.node.create(first.clone())).await.expect("is created");
-    within(fixture.node.create(moved.clone())).await.expect("is created");
+    let moved = CreateSandbox {
+        id: SandboxId::random(),
+        ..first.clone()
+    };
+    within(fixture.node.create(first.clone()))
+        .await
+        .expect("is created");
+    within(fixture.node.create(moved.clone()))
+        .await
+        .expect("is created");
     let later = Timestamp::now() + 1.hour();
-    within(fixture.node.set_deadline(&moved.id, later)).await.expect("lives");
-    assert_eq!(fixture.node.status(&moved.id).await.expect("lives").deadline, later);
+    within(fixture.node.set_deadline(&moved.id, later))
+        .await
+        .expect("lives");
+    assert_eq!(
+        fixture.node.status(&moved.id).await.expect("lives").deadline,
+        later
+    );
 
     let end = end_of(&fixture, &first.id).await;
     assert_eq!(end.cause, EndCause::Deadline);
     assert!(end.ended_at >= first.deadline, "not before its time");
     assert!(fixture.node.status(&moved.id).await.is_ok());
-    within(fixture.node.set_deadline(&moved.id, Timestamp::UNIX_EPOCH)).await.expect("lives");
+    within(fixture.node.set_deadline(&moved.id, Timestamp::UNIX_EPOCH))
+        .await
+        .expect("lives");
     assert_eq!(end_of(&fixture, &moved.id).await.cause, EndCause::Deadline);
     let gone = within(fixture.node.set_deadline(&moved.id, later)).await;
     assert!(matches!(gone, Err(NodeError::NotFound { .. })), "{gone:?}");
 
-    let late = CreateSandbox { deadline: Timestamp::now() - 1.second(), ..request() };
+    let late = CreateSandbox {
+        deadline: Timestamp::now() - 1.second(),
+        ..request()
+    };
     let refused = within(fixture.node.create(late)).await;
     assert!(
         matches!(&refused, Err(NodeError::NotFound { end: Some(end), .. }) if end.cause == EndCause::Deadline),
@@ -88,9 +125,14 @@ async fn a_daemon_that_is_silent_for_too_long_is_a_failed_guest() {
     })
     .await;
     let request = request();
-    within(fixture.node.create(request.clone())).await.expect("is created");
+    within(fixture.node.create(request.clone()))
+        .await
+        .expect("is created");
     tokio::time::sleep(Duration::from_millis(100)).await;
-    assert!(fixture.node.status(&request.id).await.is_ok(), "it answers, so it lives");
+    assert!(
+        fixture.node.status(&request.id).await.is_ok(),
+        "it answers, so it lives"
+    );
     fixture.world.mute.store(true, Ordering::SeqCst);
     let end = end_of(&fixture, &request.id).await;
     assert!(
@@ -104,10 +146,15 @@ async fn a_daemon_that_is_silent_for_too_long_is_a_failed_guest() {
 async fn use_is_sampled_in_the_background() {
     let fixture = Fixture::with(|config| config.limits.usage_interval = Duration::from_millis(5)).await;
     let request = request();
-    within(fixture.node.create(request.clone())).await.expect("is created");
+    within(fixture.node.create(request.clone()))
+        .await
+        .expect("is created");
     let handle = fixture.node.shared.registry.find(&request.id).expect("lives");
     until("there are samples", || handle.history.all().len() >= 3).await;
     let samples = within(fixture.node.usage(&request.id)).await.expect("lives");
-    assert!(samples.len() >= 4 && samples.is_sorted_by_key(|sample| sample.at), "{samples:?}");
+    assert!(
+        samples.len() >= 4 && samples.is_sorted_by_key(|sample| sample.at),
+        "{samples:?}"
+    );
     fixture.close().await;
 }

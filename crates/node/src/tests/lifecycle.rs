@@ -11,7 +11,9 @@ use crate::{DataStream, NodeError, SandboxEvent, TunnelError, fakes::guest::ECHO
 async fn healthy(mut data: DataStream) -> StatusCode {
     data.ready().await.expect("ready");
     let body = Empty::new().map_err(|never| match never {}).boxed();
-    let request = http::Request::get("http://space/health").body(body).expect("valid");
+    let request = http::Request::get("http://space/health")
+        .body(body)
+        .expect("valid");
     data.send_request(request).await.expect("answers").status()
 }
 
@@ -21,7 +23,9 @@ async fn a_sandbox_lives_from_create_to_delete() {
     let node = &fixture.node;
     let mut events = node.events();
     let mut request = request();
-    request.environment.insert("KEY".to_owned(), "a \"value\"\n\u{1f600}".to_owned());
+    request
+        .environment
+        .insert("KEY".to_owned(), "a \"value\"\n\u{1f600}".to_owned());
     let id = request.id.clone();
 
     let status = within(node.create(request)).await.expect("is created");
@@ -36,34 +40,57 @@ async fn a_sandbox_lives_from_create_to_delete() {
     let guest = fixture.world.life(id.as_str()).expect("lives");
     {
         let known = locked(&guest.guest.known);
-        let [identity] = &known.identities[..] else { panic!("{:?}", known.identities) };
-        assert_eq!((identity.hostname.as_str(), identity.generation), (id.as_str(), 1));
+        let [identity] = &known.identities[..] else {
+            panic!("{:?}", known.identities)
+        };
+        assert_eq!(
+            (identity.hostname.as_str(), identity.generation),
+            (id.as_str(), 1)
+        );
         assert_eq!(identity.guest_token, token);
         assert!(identity.entropy.iter().any(|byte| *byte != 0));
         let expected = serde_json::json!({ "envVars": { "KEY": "a \"value\"\n\u{1f600}" } });
         assert_eq!(known.environment, Some(expected));
     }
 
-    assert_eq!(within(healthy(node.data(&id).await.expect("opens"))).await, StatusCode::NO_CONTENT);
+    assert_eq!(
+        within(healthy(node.data(&id).await.expect("opens"))).await,
+        StatusCode::NO_CONTENT
+    );
     let tunnel = within(node.tunnel(&id, ECHO_PORT)).await.expect("is open");
     let message = vec![7; 100_000];
     let (mut reader, mut writer) = tokio::io::split(tunnel);
     let mut echoed = vec![0; message.len()];
-    let (written, read) = within(async { tokio::join!(writer.write_all(&message), reader.read_exact(&mut echoed)) }).await;
+    let (written, read) =
+        within(async { tokio::join!(writer.write_all(&message), reader.read_exact(&mut echoed)) }).await;
     written.expect("writes");
     read.expect("reads");
     assert_eq!(echoed, message);
-    let closed = within(node.tunnel(&id, 9)).await.expect_err("nothing listens there");
-    assert!(matches!(closed, TunnelError::PortClosed { port: 9 }), "{closed:?}");
+    let closed = within(node.tunnel(&id, 9))
+        .await
+        .expect_err("nothing listens there");
+    assert!(
+        matches!(closed, TunnelError::PortClosed { port: 9 }),
+        "{closed:?}"
+    );
 
     let usage = within(node.usage(&id)).await.expect("lives");
-    assert_eq!(usage.last().map(|sample| (sample.mem_used, sample.host_cpu_micros)), Some((3, 1000)));
+    assert_eq!(
+        usage
+            .last()
+            .map(|sample| (sample.mem_used, sample.host_cpu_micros)),
+        Some((3, 1000))
+    );
 
     let end = within(node.delete(&id)).await.expect("is deleted");
     assert_eq!((&end.cause, end.cpu_micros), (&EndCause::Deleted, 1000));
     assert_eq!(fixture.leftovers(), Vec::<String>::new());
     assert_eq!(within(events.recv()).await, Ok(SandboxEvent::Ended(end.clone())));
-    for gone in [node.delete(&id).await.err(), node.status(&id).await.err(), node.data(&id).await.err()] {
+    for gone in [
+        node.delete(&id).await.err(),
+        node.status(&id).await.err(),
+        node.data(&id).await.err(),
+    ] {
         assert!(
             matches!(&gone, Some(NodeError::NotFound { end: Some(known), .. }) if **known == end),
             "{gone:?}"
@@ -84,10 +111,18 @@ async fn creating_is_idempotent_and_an_old_generation_is_refused() {
     assert_eq!(node.list().await.len(), 1);
     let end = within(node.delete(&request.id)).await.expect("lives");
 
-    let refused = within(node.create(request.clone())).await.expect_err("that life is over");
-    assert!(matches!(&refused, NodeError::NotFound { end: Some(known), .. } if **known == end), "{refused:?}");
+    let refused = within(node.create(request.clone()))
+        .await
+        .expect_err("that life is over");
+    assert!(
+        matches!(&refused, NodeError::NotFound { end: Some(known), .. } if **known == end),
+        "{refused:?}"
+    );
     assert_eq!(fixture.leftovers(), Vec::<String>::new());
-    let again = CreateSandbox { generation: 2, ..request };
+    let again = CreateSandbox {
+        generation: 2,
+        ..request
+    };
     within(node.create(again)).await.expect("a new life");
     fixture.close().await;
 }
@@ -105,10 +140,18 @@ async fn a_broken_data_session_is_reopened_once_for_everyone() {
         let sessions = fixture.world.sessions.load(std::sync::atomic::Ordering::SeqCst);
         assert_eq!(sessions, round, "one session for all callers");
         for data in opened {
-            assert_eq!(within(healthy(data.expect("opens"))).await, StatusCode::NO_CONTENT);
+            assert_eq!(
+                within(healthy(data.expect("opens"))).await,
+                StatusCode::NO_CONTENT
+            );
         }
         let data = node.data(&id).await.expect("is open");
-        fixture.world.life(id.as_str()).expect("lives").guest.break_session();
+        fixture
+            .world
+            .life(id.as_str())
+            .expect("lives")
+            .guest
+            .break_session();
         until("the session is seen to be broken", || data.is_closed()).await;
     }
     let tunnel = within(node.tunnel(&id, ECHO_PORT)).await;
@@ -127,7 +170,9 @@ async fn a_caller_that_goes_away_leaves_a_whole_sandbox() {
     }
     for request in &requests {
         // Whether or not the first caller waited: asking again answers for the same life.
-        within(fixture.node.create(request.clone())).await.expect("is usable");
+        within(fixture.node.create(request.clone()))
+            .await
+            .expect("is usable");
         drop(tokio::time::timeout(Duration::from_millis(1), fixture.node.delete(&request.id)).await);
     }
     until("all are gone", || fixture.leftovers().is_empty()).await;
@@ -138,13 +183,23 @@ async fn a_caller_that_goes_away_leaves_a_whole_sandbox() {
 async fn templates_are_listed_and_one_in_use_keeps_its_files() {
     let fixture = Fixture::new().await;
     let node = &fixture.node;
-    let unknown = within(node.create(CreateSandbox { template: "nope".to_owned(), ..request() })).await;
-    assert!(matches!(&unknown, Err(NodeError::TemplateNotFound { name }) if name == "nope"), "{unknown:?}");
+    let unknown = within(node.create(CreateSandbox {
+        template: "nope".to_owned(),
+        ..request()
+    }))
+    .await;
+    assert!(
+        matches!(&unknown, Err(NodeError::TemplateNotFound { name }) if name == "nope"),
+        "{unknown:?}"
+    );
     within(node.create(request())).await.expect("is created");
     assert_eq!(node.templates().await.expect("lists").len(), 1);
     node.delete_template("base").await.expect("its name goes");
     let deleted = locked(&fixture.world.deleted_templates).clone();
     assert_eq!(deleted, [("base".to_owned(), vec!["sha256:0".to_owned()])]);
-    assert!(matches!(node.delete_template("nope").await, Err(NodeError::TemplateNotFound { .. })));
+    assert!(matches!(
+        node.delete_template("nope").await,
+        Err(NodeError::TemplateNotFound { .. })
+    ));
     fixture.close().await;
 }

@@ -9,15 +9,26 @@ use crate::{LockError, NodeError, fakes::Fault, locked};
 async fn a_second_manager_is_refused_and_does_no_harm() {
     let fixture = Fixture::new().await;
     let request = request();
-    within(fixture.node.create(request.clone())).await.expect("is created");
+    within(fixture.node.create(request.clone()))
+        .await
+        .expect("is created");
     let second = open(config(fixture.directory.path()), &fixture.world).await;
-    assert!(matches!(second, Err(OpenError::Lock(LockError::Held { .. }))), "{second:?}");
+    assert!(
+        matches!(second, Err(OpenError::Lock(LockError::Held { .. }))),
+        "{second:?}"
+    );
     // Another data directory does not help: the machines' directory is locked as well.
     let mut beside = config(fixture.directory.path());
     beside.data_directory = fixture.directory.path().join("other");
     let second = open(beside, &fixture.world).await;
-    assert!(matches!(second, Err(OpenError::Lock(LockError::Held { .. }))), "{second:?}");
-    assert!(fixture.world.life(request.id.as_str()).is_some(), "its machine was swept");
+    assert!(
+        matches!(second, Err(OpenError::Lock(LockError::Held { .. }))),
+        "{second:?}"
+    );
+    assert!(
+        fixture.world.life(request.id.as_str()).is_some(),
+        "its machine was swept"
+    );
     within(fixture.node.data(&request.id)).await.expect("it lives on");
     fixture.close().await;
 }
@@ -37,25 +48,52 @@ fn after_a_crash_at_any_moment_nothing_is_left_and_every_end_is_known() {
             let creating = futures_util::future::join_all(creating);
             if moment == 0 {
                 within(creating).await;
-                return requests.iter().map(|request| request.id.clone()).collect::<Vec<_>>();
+                return requests
+                    .iter()
+                    .map(|request| request.id.clone())
+                    .collect::<Vec<_>>();
             }
             drop(tokio::time::timeout(Duration::from_millis(moment * 2), creating).await);
-            node.list().await.into_iter().filter(|status| status.ready_ms.is_some()).map(|status| status.id).collect()
+            node.list()
+                .await
+                .into_iter()
+                .filter(|status| status.ready_ms.is_some())
+                .map(|status| status.id)
+                .collect()
         });
         first.shutdown_timeout(SOON);
 
         let second = tokio::runtime::Runtime::new().expect("a runtime");
         second.block_on(async {
-            let node = open(config(directory.path()), &world).await.expect("opens after a crash");
-            let fixture = Fixture { directory: directory.clone(), world: world.clone(), node };
+            let node = open(config(directory.path()), &world)
+                .await
+                .expect("opens after a crash");
+            let fixture = Fixture {
+                directory: directory.clone(),
+                world: world.clone(),
+                node,
+            };
             assert_eq!(fixture.leftovers(), Vec::<String>::new(), "moment {moment}");
             assert_eq!(fixture.node.list().await, []);
-            let ends = fixture.node.ends_since(Timestamp::UNIX_EPOCH).await.expect("reads");
-            assert!(ends.iter().all(|end| end.cause == EndCause::PlatformRestarted), "{ends:?}");
+            let ends = fixture
+                .node
+                .ends_since(Timestamp::UNIX_EPOCH)
+                .await
+                .expect("reads");
+            assert!(
+                ends.iter().all(|end| end.cause == EndCause::PlatformRestarted),
+                "{ends:?}"
+            );
             for id in promised {
-                assert!(ends.iter().any(|end| end.id == id), "moment {moment}: {id} was promised and forgotten");
+                assert!(
+                    ends.iter().any(|end| end.id == id),
+                    "moment {moment}: {id} was promised and forgotten"
+                );
                 let asked = fixture.node.delete(&id).await;
-                assert!(matches!(asked, Err(NodeError::NotFound { end: Some(_), .. })), "{asked:?}");
+                assert!(
+                    matches!(asked, Err(NodeError::NotFound { end: Some(_), .. })),
+                    "{asked:?}"
+                );
             }
             within(fixture.node.create(request())).await.expect("goes on");
             fixture.close().await;
@@ -67,7 +105,9 @@ fn after_a_crash_at_any_moment_nothing_is_left_and_every_end_is_known() {
 async fn shutting_down_ends_all_whatever_their_state_and_lets_nobody_in() {
     let fixture = Fixture::new().await;
     let running = request();
-    within(fixture.node.create(running.clone())).await.expect("is created");
+    within(fixture.node.create(running.clone()))
+        .await
+        .expect("is created");
     fixture.world.inject("start", Fault::Hang);
     let stuck = request();
     let node = fixture.node.clone();
@@ -82,10 +122,15 @@ async fn shutting_down_ends_all_whatever_their_state_and_lets_nobody_in() {
     fixture.close().await;
 
     world.mend();
-    let again = open(config(directory.path()), &world).await.expect("its locks are free");
+    let again = open(config(directory.path()), &world)
+        .await
+        .expect("its locks are free");
     let ends = again.ends_since(Timestamp::UNIX_EPOCH).await.expect("reads");
     assert_eq!(ends.len(), 2);
-    assert!(ends.iter().all(|end| end.cause == EndCause::PlatformShutdown), "{ends:?}");
+    assert!(
+        ends.iter().all(|end| end.cause == EndCause::PlatformShutdown),
+        "{ends:?}"
+    );
     again.shutdown().await;
 }
 
@@ -100,9 +145,17 @@ async fn bad_configurations_are_refused_with_what_to_do() {
         async move { open(config, &world).await.expect_err("refused").to_string() }
     };
     assert!(refused(|config| config.uids = 0..100).await.contains("user id"));
-    assert!(refused(|config| config.uids = 1000..1001).await.contains("user id"));
+    assert!(
+        refused(|config| config.uids = 1000..1001)
+            .await
+            .contains("user id")
+    );
     assert!(refused(|config| config.capacity = 0).await.contains("at least 1"));
-    assert!(refused(|config| config.run_directory = "relative".into()).await.contains("absolute"));
+    assert!(
+        refused(|config| config.run_directory = "relative".into())
+            .await
+            .contains("absolute")
+    );
     let long = refused(|config| config.run_directory.push("x".repeat(60))).await;
     assert!(long.contains("shorter"), "{long}");
     let closed = std::os::unix::fs::PermissionsExt::from_mode(0o700);

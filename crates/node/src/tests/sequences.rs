@@ -53,7 +53,11 @@ async fn play(acts: Vec<Act>) {
     let mut generation = 0;
     let mut next = |at: usize| {
         generation += 1;
-        CreateSandbox { id: ids[at].clone(), generation, ..request() }
+        CreateSandbox {
+            id: ids[at].clone(),
+            generation,
+            ..request()
+        }
     };
     let mut created = BTreeSet::new();
     let mut left = tokio::task::JoinSet::new();
@@ -65,13 +69,17 @@ async fn play(acts: Vec<Act>) {
                     created.insert((status.id, status.generation));
                 }
                 Err(
-                    NodeError::NoCapacity { .. } | NodeError::CreateFailed { .. } | NodeError::NotFound { .. },
+                    NodeError::NoCapacity { .. }
+                    | NodeError::CreateFailed { .. }
+                    | NodeError::NotFound { .. },
                 ) => {}
                 Err(other) => panic!("{other:?}"),
             },
             Act::CreateAndLeave(at) => {
                 let (node, request) = (fixture.node.clone(), next(at));
-                left.spawn(async move { drop(tokio::time::timeout(Duration::from_millis(1), node.create(request)).await) });
+                left.spawn(async move {
+                    drop(tokio::time::timeout(Duration::from_millis(1), node.create(request)).await)
+                });
             }
             Act::Delete(at) => match within(fixture.node.delete(&ids[at])).await {
                 Ok(end) => assert_eq!(end.id, ids[at]),
@@ -80,7 +88,9 @@ async fn play(acts: Vec<Act>) {
             },
             Act::DeleteAndLeave(at) => {
                 let (node, id) = (fixture.node.clone(), ids[at].clone());
-                left.spawn(async move { drop(tokio::time::timeout(Duration::from_millis(1), node.delete(&id)).await) });
+                left.spawn(async move {
+                    drop(tokio::time::timeout(Duration::from_millis(1), node.delete(&id)).await)
+                });
             }
             Act::Exit(at) => {
                 if let Some(life) = fixture.world.life(ids[at].as_str()) {
@@ -104,7 +114,11 @@ async fn play(acts: Vec<Act>) {
         drop(within(fixture.node.delete(id)).await);
     }
     until("nothing is left", || fixture.leftovers().is_empty()).await;
-    let ends = fixture.node.ends_since(Timestamp::UNIX_EPOCH).await.expect("reads");
+    let ends = fixture
+        .node
+        .ends_since(Timestamp::UNIX_EPOCH)
+        .await
+        .expect("reads");
     let ended: BTreeSet<_> = ends.iter().map(|end| (end.id.clone(), end.generation)).collect();
     assert_eq!(ended.len(), ends.len(), "a life ends once: {ends:?}");
     assert!(created.is_subset(&ended), "every life that was usable has an end");
