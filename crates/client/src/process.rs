@@ -20,7 +20,7 @@ use space_proto::process::{
     process_event::{EndEvent, end_event},
 };
 
-use crate::ClientError;
+use crate::{ClientError, CollectLimits, Output, output::Collector};
 
 /// A program to run.
 #[derive(Debug, Clone, Default)]
@@ -370,6 +370,20 @@ impl Process {
                 Some(Event::End(end)) => return Ok(ProcessEvent::End(ProcessEnd::from(*end))),
                 Some(Event::Start(_) | Event::Keepalive(_)) => {}
                 None => return Err(self.broken("it closed without an end")),
+            }
+        }
+    }
+
+    /// Reads to the end, keeping head and tail of what it writes.
+    pub async fn collect(mut self, limits: CollectLimits) -> Result<Output, ClientError> {
+        let mut collector = Collector::new(limits);
+        loop {
+            match self.next().await? {
+                ProcessEvent::Stdout { bytes, .. } | ProcessEvent::Terminal { bytes, .. } => {
+                    collector.stdout(&bytes);
+                }
+                ProcessEvent::Stderr { bytes, .. } => collector.stderr(&bytes),
+                ProcessEvent::End(end) => return Ok(collector.finish(end)),
             }
         }
     }

@@ -16,8 +16,7 @@ use space_proto::{
 };
 
 use crate::{
-    Client, ClientError, CollectLimits, Command, Output, Process, ProcessEvent, ProcessSummary, Replay,
-    TerminalSize, output::Collector,
+    Client, ClientError, CollectLimits, Command, Output, Process, ProcessSummary, Replay, TerminalSize,
 };
 
 /// Longest that a call without a stream may take.
@@ -121,17 +120,7 @@ impl Sandbox {
 
     /// Runs a program to its end and keeps head and tail of what it wrote.
     pub async fn run(&self, command: &Command, limits: CollectLimits) -> Result<Output, ClientError> {
-        let mut process = self.start(command).await?;
-        let mut collector = Collector::new(limits);
-        loop {
-            match process.next().await? {
-                ProcessEvent::Stdout { bytes, .. } | ProcessEvent::Terminal { bytes, .. } => {
-                    collector.stdout(&bytes);
-                }
-                ProcessEvent::Stderr { bytes, .. } => collector.stderr(&bytes),
-                ProcessEvent::End(end) => return Ok(collector.finish(end)),
-            }
-        }
+        self.start(command).await?.collect(limits).await
     }
 
     /// Processes that were started through the daemon and live, and with `ended` those whose end is remembered.

@@ -1,0 +1,128 @@
+//! `space doctor`: what this machine has and lacks, and how to mend it.
+
+mod host;
+mod platform;
+
+pub(crate) use host::TCG_NOTE;
+
+use std::{net::SocketAddr, path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::{
+    cli::{DATA_DIRECTORY, Global},
+    error::CliError,
+    output,
+};
+
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Address that `space up` is to listen on
+    #[arg(long, default_value = "127.0.0.1:3000", value_name = "ADDRESS")]
+    listen: SocketAddr,
+    /// Directory that `space up` is to keep its state in
+    #[arg(long, default_value = DATA_DIRECTORY, value_name = "DIRECTORY", env = "SPACE_DATA_DIR")]
+    data_dir: PathBuf,
+    /// Template store [default: DATA_DIR/templates]
+    #[arg(long, value_name = "DIRECTORY", env = "SPACE_TEMPLATES")]
+    templates: Option<PathBuf>,
+}
+
+/// How a check went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Status {
+    Ok,
+    /// Works, but there is something to know.
+    Warn,
+    /// `space up` would not work.
+    Fail,
+}
+
+/// One prerequisite.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    status: Status,
+    found: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mend: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Ok,
+            found: found.into(),
+            mend: None,
+        }
+    }
+
+    fn warn(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Warn,
+            found: found.into(),
+            mend: Some(mend.into()),
+        }
+    }
+
+    fn fail(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            status: Status::Fail,
+            ..Self::warn(name, found, mend)
+        }
+    }
+}
+
+impl Doctor {
+    pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
+        let templates = self
+            .templates
+            .clone()
+            .unwrap_or_else(|| self.data_dir.join("templates"));
+        let mut checks = vec![host::root(), host::kernel(), host::qemu(), host::accelerator()];
+        checks.extend(host::cgroups());
+        checks.push(host::namespaces());
+        checks.extend(host::programs());
+        checks.push(host::memory());
+        checks.push(host::disk(&self.data_dir));
+        checks.push(platform::daemon());
+        checks.push(platform::template(&templates));
+        checks.push(platform::port(self.listen, global).await);
+
+        let failed = checks.iter().filter(|check| check.status == Status::Fail).count();
+        if global.json {
+            output::json(&serde_json::json!({"ok": failed == 0, "checks": checks}))?;
+        } else {
+            print(&checks)?;
+            output::line(match failed {
+                0 => "This machine can run sandboxes.".to_owned(),
+                1 => "One thing is to be mended first.".to_owned(),
+                more => format!("{more} things are to be mended first."),
+            })?;
+        }
+        Ok(ExitCode::from(u8::from(failed > 0)))
+    }
+}
+
+fn print(checks: &[Check]) -> Result<(), CliError> {
+    for check in checks {
+        let mark = match check.status {
+            Status::Ok => "ok  ",
+            Status::Warn => "warn",
+            Status::Fail => "FAIL",
+        };
+        output::line(format!(
+            "{mark}  {:<12} {}",
+            check.name,
+            output::printable(&check.found)
+        ))?;
+        if let Some(mend) = &check.mend {
+            output::line(format!("{:<19}{mend}", ""))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! `space key`.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+use serde_json::json;
+
+use crate::{cli::Global, error::CliError, output};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum KeyCommand {
+    /// Create an API key and print it, once
+    Create {
+        /// Name to tell it apart by
+        name: String,
+    },
+    /// List API keys
+    Ls,
+    /// Revoke an API key
+    Revoke {
+        /// Its id, as `space key ls` shows it
+        id: String,
+    },
+}
+
+impl KeyCommand {
+    pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
+        let client = global.client()?;
+        match self {
+            Self::Create { name } => {
+                let created = client.create_key(name).await?;
+                if global.json {
+                    output::json(&created)?;
+                } else {
+                    output::line(&created.key)?;
+                    output::note("This is the only time the key is shown.");
+                }
+            }
+            Self::Ls => {
+                let keys = client.keys().await?;
+                if global.json {
+                    output::json(&keys)?;
+                } else {
+                    let rows = keys
+                        .into_iter()
+                        .map(|key| {
+                            let state = match key.revoked_at {
+                                Some(at) => format!("revoked {}", output::relative(at)),
+                                None => "valid".to_owned(),
+                            };
+                            vec![
+                                key.id,
+                                key.name,
+                                format!("{}…", key.shown),
+                                output::relative(key.created_at),
+                                state,
+                            ]
+                        })
+                        .collect();
+                    output::table(&["id", "name", "key", "created", "state"], rows)?;
+                }
+            }
+            Self::Revoke { id } => {
+                client
+                    .revoke_key(id)
+                    .await
+                    .map_err(|error| CliError::from(error).with_hint("`space key ls` shows what there is"))?;
+                if global.json {
+                    output::json(&json!({"revoked": id}))?;
+                } else {
+                    output::line(id)?;
+                }
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}

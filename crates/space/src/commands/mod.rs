@@ -1,0 +1,91 @@
+//! One module per command.
+
+mod completion;
+mod copy;
+mod create;
+mod doctor;
+mod exec;
+mod inspect;
+mod key;
+mod list;
+mod options;
+mod pump;
+mod remove;
+mod run;
+mod shell;
+mod template;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+use crate::{cli::Cli, error::CliError};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Start the platform on this machine
+    Up(Box<up::Up>),
+    /// Check what this machine has and lacks
+    Doctor(doctor::Doctor),
+    /// Run one command in a sandbox of its own
+    Run(run::Run),
+    /// Work with sandboxes
+    #[command(subcommand, visible_alias = "sb")]
+    Sandbox(SandboxCommand),
+    /// Work with templates
+    #[command(subcommand)]
+    Template(template::TemplateCommand),
+    /// Work with API keys
+    #[command(subcommand)]
+    Key(key::KeyCommand),
+    /// Print a completion script
+    Completion(completion::Completion),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum SandboxCommand {
+    /// Create a sandbox and print its id
+    Create(create::Create),
+    /// List sandboxes
+    Ls(list::List),
+    /// Show everything known of a sandbox, also after its end
+    Inspect(inspect::Inspect),
+    /// Run a command in a sandbox
+    Exec(exec::Exec),
+    /// Open a terminal in a sandbox
+    Shell(shell::Shell),
+    /// Copy files and directories into or out of a sandbox
+    Cp(copy::Copy),
+    /// End sandboxes
+    Rm(remove::Remove),
+}
+
+impl Command {
+    /// Whether it is a long-running service, whose log people want to see.
+    pub(crate) fn is_server(&self) -> bool {
+        matches!(self, Self::Up(_))
+    }
+}
+
+/// Runs the command that was asked for.
+pub(crate) async fn dispatch(cli: Cli) -> Result<ExitCode, CliError> {
+    let global = cli.global;
+    match cli.command {
+        Command::Up(command) => Box::pin(command.run(&global)).await,
+        Command::Doctor(command) => command.run(&global).await,
+        Command::Run(command) => Box::pin(command.run(&global)).await,
+        Command::Sandbox(command) => match command {
+            SandboxCommand::Create(command) => command.run(&global).await,
+            SandboxCommand::Ls(command) => command.run(&global).await,
+            SandboxCommand::Inspect(command) => command.run(&global).await,
+            SandboxCommand::Exec(command) => Box::pin(command.run(&global)).await,
+            SandboxCommand::Shell(command) => Box::pin(command.run(&global)).await,
+            SandboxCommand::Cp(command) => Box::pin(command.run(&global)).await,
+            SandboxCommand::Rm(command) => command.run(&global).await,
+        },
+        Command::Template(command) => command.run(&global).await,
+        Command::Key(command) => command.run(&global).await,
+        Command::Completion(command) => command.run(),
+    }
+}

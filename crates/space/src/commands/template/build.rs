@@ -1,0 +1,123 @@
+//! `space template build`: on this machine, in the store that `space up` uses, whether it runs or not.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde_json::json;
+use space_api::size::SizeClass;
+use space_volume::{BuildOptions, Recipe};
+
+use crate::{
+    cli::{DATA_DIRECTORY, Global},
+    commands::up::{Installation, RUN_DIRECTORY, assemble, ensure_root, volume_error},
+    error::CliError,
+    output,
+};
+
+#[derive(Debug, Args)]
+pub(crate) struct Build {
+    /// File with the recipe, or `base` for the built-in one
+    recipe: String,
+    /// Make the machine of these sizes too [default: the recipe's own]
+    #[arg(long, value_name = "SIZE")]
+    size: Vec<SizeClass>,
+    /// Do nothing if there is a template of that name with its machines
+    #[arg(long, conflicts_with = "refresh")]
+    if_missing: bool,
+    /// Take the newest packages and kernel instead of those that were fetched before
+    #[arg(long)]
+    refresh: bool,
+    /// Directory that `space up` keeps its state in
+    #[arg(long, default_value = DATA_DIRECTORY, value_name = "DIRECTORY", env = "SPACE_DATA_DIR")]
+    data_dir: PathBuf,
+    /// Template store [default: DATA_DIR/templates]
+    #[arg(long, value_name = "DIRECTORY", env = "SPACE_TEMPLATES")]
+    templates: Option<PathBuf>,
+    /// Directory for sockets
+    #[arg(long, default_value = RUN_DIRECTORY, value_name = "DIRECTORY")]
+    run_dir: PathBuf,
+    /// Program that becomes the guest's first process [default: space-daemon beside this program]
+    #[arg(long, value_name = "PATH")]
+    daemon: Option<PathBuf>,
+}
+
+impl Build {
+    pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
+        ensure_root("building a template")?;
+        let recipe = self.recipe()?;
+        // An installation of its own, so that it does not meet a platform that runs.
+        let installation = Installation::builder(&self.run_dir);
+        let parts = assemble::Parts::new(
+            &installation,
+            &self.data_dir,
+            self.templates.as_deref(),
+            self.daemon.as_deref(),
+        )
+        .await?;
+        parts
+            .privileges
+            .sweep(&std::collections::BTreeSet::new())
+            .await
+            .map_err(|error| CliError::internal("cannot remove what an interrupted build left", error))?;
+        let bar = output::Bar::new("building the template");
+        let there = match parts
+            .builder
+            .store()
+            .resolve(&format!("{}:{}", recipe.name, recipe.tag))
+        {
+            Ok(template) if self.if_missing => Some(template),
+            _ => None,
+        };
+        let template = match there {
+            Some(template) => template,
+            None => parts
+                .builder
+                .build(
+                    &recipe,
+                    &BuildOptions {
+                        refresh: self.refresh,
+                    },
+                    &bar.progress(),
+                )
+                .await
+                .map_err(|error| volume_error("cannot build the template", error))?,
+        };
+        let sizes = match self.size.as_slice() {
+            [] => vec![template.manifest.default_size],
+            sizes => sizes.to_vec(),
+        };
+        let mut machines = Vec::new();
+        for size in sizes {
+            bar.restart(&format!("making the machine of {size}"));
+            let request = parts.templates.request(size);
+            parts
+                .builder
+                .ensure_machine(&template, request, &bar.progress())
+                .await
+                .map_err(|error| volume_error("cannot make the template's machine", error))?;
+            machines.push(size);
+        }
+        bar.finish();
+        let bytes = parts.builder.store().disk_bytes(&template);
+        if global.json {
+            output::json(&json!({
+                "template": template.reference(), "digest": template.digest, "sizes": machines,
+                "bytes": bytes, "packages": template.manifest.packages.len(),
+            }))?;
+        } else {
+            output::line(template.reference())?;
+            output::note(format!("{} ({})", template.digest, output::bytes(bytes)));
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn recipe(&self) -> Result<Recipe, CliError> {
+        if self.recipe == "base" {
+            return Recipe::base().map_err(|error| volume_error("cannot read the built-in recipe", error));
+        }
+        let text = fs_err::read_to_string(&self.recipe).map_err(|error| {
+            CliError::from(error).with_hint("name a recipe file, or `base` for the built-in one")
+        })?;
+        Recipe::from_toml(&text).map_err(|error| volume_error(&format!("cannot use {}", self.recipe), error))
+    }
+}

@@ -1,0 +1,81 @@
+//! Builds the parts that both `space up` and `space template build` stand on.
+
+use std::{path::Path, sync::Arc};
+
+use space_node_manager::{LocalPrivileges, PrivilegeError, Privileges};
+use space_vmm::{QemuConfig, QemuDriver, Vmm, VmmError};
+use space_volume::{TemplateBuilder, VolumeConfig};
+
+use super::{Installation, find_daemon, templates::VolumeTemplates, volume_error};
+use crate::error::{CliError, Kind};
+
+/// Everything below a node.
+pub(crate) struct Parts {
+    pub(crate) privileges: Arc<dyn Privileges>,
+    pub(crate) vmm: Arc<dyn Vmm>,
+    pub(crate) builder: Arc<TemplateBuilder>,
+    pub(crate) templates: Arc<VolumeTemplates>,
+}
+
+impl Parts {
+    pub(crate) async fn new(
+        installation: &Installation,
+        data: &Path,
+        templates: Option<&Path>,
+        daemon: Option<&Path>,
+    ) -> Result<Self, CliError> {
+        let daemon_program = find_daemon(daemon)?;
+        let run = &installation.run_directory;
+        let privileges: Arc<dyn Privileges> = Arc::new(
+            LocalPrivileges::new(&installation.name, run).map_err(|error| privilege_error(error, data))?,
+        );
+        let driver = QemuDriver::probe(QemuConfig::default(), Arc::clone(&privileges)).await;
+        let vmm: Arc<dyn Vmm> = Arc::new(driver.map_err(vmm_error)?);
+        let directory = templates.map_or_else(|| data.join("templates"), Path::to_owned);
+        let config = VolumeConfig {
+            cache_directory: directory.join("cache"),
+            directory,
+            daemon_program,
+        };
+        let builder = TemplateBuilder::new(config)
+            .map_err(|error| volume_error("cannot open the template store", error))?;
+        let builder = Arc::new(builder);
+        let templates = Arc::new(VolumeTemplates::new(
+            Arc::clone(&builder),
+            Arc::clone(&vmm),
+            Arc::clone(&privileges),
+            installation.uids.end,
+            run.join("b"),
+        ));
+        Ok(Self {
+            privileges,
+            vmm,
+            builder,
+            templates,
+        })
+    }
+}
+
+fn privilege_error(error: PrivilegeError, data: &Path) -> CliError {
+    let hint = match &error {
+        PrivilegeError::NotPermitted { .. } => "run it with sudo".to_owned(),
+        PrivilegeError::NoController { .. } => "`space doctor` says how to mend it".to_owned(),
+        _ => format!(
+            "is another `space up` running on {}? Stop it, or choose another --data-dir",
+            data.display()
+        ),
+    };
+    CliError::new(
+        Kind::Environment,
+        anyhow::Error::new(error).context("cannot manage machines here"),
+    )
+    .with_hint(hint)
+}
+
+fn vmm_error(error: VmmError) -> CliError {
+    CliError::new(
+        Kind::Environment,
+        anyhow::Error::new(error).context("no sandbox can run here"),
+    )
+    .with_hint("`space doctor` says what is missing and how to mend it")
+}

@@ -1,0 +1,190 @@
+//! The running platform, its start and its end.
+
+use std::{path::Path, sync::Arc};
+
+use space_api::{key::ApiKey, rest::Quotas};
+use space_control::{Control, ControlConfig};
+use space_node::{LockError, Node, NodeConfig, NodeManager, OpenError};
+use space_store::{SqliteStore, Store};
+use space_volume::{BuildOptions, Recipe, VolumeError};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
+use tokio_util::sync::CancellationToken;
+
+use super::{Installation, Up, assemble::Parts, key_file, volume_error};
+use crate::{
+    error::{CliError, Kind},
+    output,
+};
+
+/// Everything that runs.
+pub(crate) struct Platform {
+    key: ApiKey,
+    node: Arc<NodeManager>,
+    store: Arc<SqliteStore>,
+    parts: Parts,
+    stop: CancellationToken,
+    serving: JoinHandle<()>,
+    failure: watch::Receiver<Option<String>>,
+}
+
+impl Platform {
+    pub(crate) async fn start(
+        up: &Up,
+        installation: &Installation,
+        data: &Path,
+        listener: TcpListener,
+    ) -> Result<Self, CliError> {
+        let parts = Parts::new(installation, data, up.templates.as_deref(), up.daemon.as_deref()).await?;
+        let config = NodeConfig {
+            capacity: up.capacity,
+            max_creating: up.capacity,
+            uids: installation.uids.clone(),
+            ..NodeConfig::new(data.to_owned(), installation.run_directory.clone())
+        };
+        let node = NodeManager::open(
+            config,
+            Arc::clone(&parts.privileges),
+            Arc::clone(&parts.vmm),
+            Arc::clone(&parts.templates) as _,
+        )
+        .await
+        .map_err(open_error)?;
+
+        let failed = |error| {
+            CliError::internal("cannot open the metadata store", error)
+                .with_hint("is the disk full? Otherwise move space.db away; running sandboxes are not in it")
+        };
+        let store = Arc::new(SqliteStore::open(&data.join("space.db")).await.map_err(failed)?);
+        let known = fs_err::read_to_string(key_file(data))
+            .ok()
+            .and_then(|text| text.trim().parse::<ApiKey>().ok());
+        let bootstrap = store
+            .ensure_default_project_and_key(Quotas::default(), known)
+            .await
+            .map_err(failed)?;
+
+        ensure_base(&parts).await?;
+
+        let address = listener.local_addr()?;
+        let control = Control::new(
+            ControlConfig {
+                domain: up.domain.clone(),
+                public_url: format!("http://{address}"),
+                announced_domain: Some(format!("{}:{}", up.domain, address.port())),
+                ..ControlConfig::default()
+            },
+            Arc::clone(&store) as _,
+            Arc::clone(&node) as _,
+        );
+        let stop = CancellationToken::new();
+        let (tell, failure) = watch::channel(None);
+        let serving = tokio::spawn({
+            let stop = stop.clone();
+            async move {
+                if let Err(error) = control.serve(listener, stop).await {
+                    tell.send_replace(Some(format!("{:#}", anyhow::Error::new(error))));
+                }
+            }
+        });
+        Ok(Self {
+            key: bootstrap.key,
+            node,
+            store,
+            parts,
+            stop,
+            serving,
+            failure,
+        })
+    }
+
+    /// The secret itself.
+    pub(crate) fn key(&self) -> &str {
+        self.key.expose()
+    }
+
+    /// Driver, version, accelerator.
+    pub(crate) fn description(&self) -> String {
+        let capabilities = self.parts.vmm.capabilities();
+        format!(
+            "{} {} with {}",
+            capabilities.driver, capabilities.version, capabilities.accelerator
+        )
+    }
+
+    pub(crate) fn isolates_hostile_code(&self) -> bool {
+        self.parts.vmm.capabilities().isolates_hostile_code
+    }
+
+    /// Waits until the server can no longer serve.
+    pub(crate) async fn failed(&self) -> CliError {
+        let mut failure = self.failure.clone();
+        let what = match failure.wait_for(Option::is_some).await {
+            Ok(what) => what.clone().unwrap_or_default(),
+            Err(_) => "the server ended".to_owned(),
+        };
+        CliError::new(Kind::Internal, anyhow::Error::msg(what))
+    }
+
+    /// Stops accepting, ends every sandbox, closes the store.
+    pub(crate) async fn shut_down(self) {
+        self.stop.cancel();
+        // The server waits for its streams, which end with their sandboxes.
+        self.node.shutdown().await;
+        if self.serving.await.is_err() {
+            tracing::error!("the server ended by a panic");
+        }
+        self.store.close().await;
+    }
+}
+
+/// Makes the template `base` with its machine, unless they are there.
+async fn ensure_base(parts: &Parts) -> Result<(), CliError> {
+    let (builder, store) = (&parts.builder, parts.builder.store());
+    let bar = std::cell::OnceCell::new();
+    let template = match store.resolve("base") {
+        Ok(template) => template,
+        Err(VolumeError::TemplateNotFound { .. }) => {
+            output::note("There is no template `base` yet: building it takes some minutes, once.");
+            let recipe =
+                Recipe::base().map_err(|error| volume_error("cannot read the built-in recipe", error))?;
+            let bar = bar.get_or_init(|| output::Bar::new("building the template"));
+            builder
+                .build(&recipe, &BuildOptions::default(), &bar.progress())
+                .await
+                .map_err(|error| volume_error("cannot build the template `base`", error))?
+        }
+        Err(error) => return Err(volume_error("cannot use the template `base`", error)),
+    };
+    let size = template.manifest.default_size;
+    let there = builder
+        .machine(&template, size, parts.vmm.capabilities())
+        .map_err(|error| volume_error("cannot use the template `base`", error))?;
+    if there.is_none() {
+        let bar = bar.get_or_init(|| output::Bar::new("making the machine"));
+        bar.restart("making the machine that sandboxes start from");
+        builder
+            .ensure_machine(&template, parts.templates.request(size), &bar.progress())
+            .await
+            .map_err(|error| volume_error("cannot make the machine of the template `base`", error))?;
+    }
+    if let Some(bar) = bar.get() {
+        bar.finish();
+    }
+    Ok(())
+}
+
+fn open_error(error: OpenError) -> CliError {
+    let hint = match &error {
+        OpenError::Lock(LockError::Held { .. }) => {
+            "another `space up` uses this directory: stop it first, or choose another with --data-dir"
+        }
+        OpenError::NotTraversable { .. } => "machines run as ordinary users and must reach their files",
+        OpenError::Journal(_) => "is the disk full? Otherwise move node.db away",
+        _ => "`space doctor` checks what the platform needs",
+    };
+    CliError::new(
+        Kind::Environment,
+        anyhow::Error::new(error).context("cannot open the node"),
+    )
+    .with_hint(hint)
+}
