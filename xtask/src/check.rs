@@ -1,6 +1,7 @@
 //! What can be said about the tree without running it: format, lints, dependencies, hygiene, links.
 
 mod dependencies;
+mod errors;
 mod hygiene;
 mod links;
 
@@ -31,6 +32,10 @@ pub(crate) const ALL: &[Check] = &[
     Check {
         name: "links",
         run: |session| verdict(links::findings(session.root(), &tracked(session)?)),
+    },
+    Check {
+        name: "errors",
+        run: errors::check,
     },
     Check {
         name: "fmt",

@@ -34,6 +34,12 @@ pub(crate) const ALL: &[Step] = &[
         run: |run| checked(run, "links"),
     },
     Step {
+        name: "errors",
+        needs: &[],
+        what: "every error code is documented",
+        run: |run| checked(run, "errors"),
+    },
+    Step {
         name: "fmt",
         needs: &[],
         what: "formatting",

@@ -1,0 +1,185 @@
+//! Creates: against the floor, cold, to the first result, many at once; and the round trip of a warm sandbox.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use futures_util::future::try_join_all;
+use indicatif::{ProgressBar, ProgressStyle};
+use space_client::{Client, CollectLimits, Command, Sandbox, SandboxOptions};
+
+use crate::{
+    floor,
+    machine::{TemplateFiles, WorkDirectory},
+    report::{CurvePoint, Report},
+    statistics::Times,
+};
+
+/// How long a sandbox of the benchmark lives at most, should the benchmark die.
+const LIFETIME: Duration = Duration::from_secs(600);
+
+/// Makes and ends one sandbox, so that files are in the page cache and connections are open.
+pub(crate) async fn warm_up(client: &Client) -> Result<()> {
+    let sandbox = create(client).await.context("the first create failed")?;
+    end(client, &sandbox).await
+}
+
+/// Alternates the floor with creates through the platform.
+pub(crate) async fn against_floor(
+    client: &Client,
+    template: &TemplateFiles,
+    work: &WorkDirectory,
+    n: u32,
+    report: &mut Report,
+) -> Result<()> {
+    let bar = progress("floor and platform", n);
+    let (mut answers, mut acknowledged, mut ready, mut node) =
+        (Times::default(), Times::default(), Times::default(), Times::default());
+    // The first floor start reads what the platform does not, such as the benchmark's own pages.
+    drop(floor::restore(template, work)?);
+    for _ in 0..n {
+        let floor = floor::restore(template, work)?;
+        answers.push(floor.times.answer);
+        acknowledged.push(floor.times.ready);
+        floor.end()?;
+
+        let begin = Instant::now();
+        let sandbox = create(client).await?;
+        ready.push(begin.elapsed());
+        if let Some(ms) = client.inspect(sandbox.id()).await?.ready_ms {
+            node.push(Duration::from_secs_f64(ms.max(0.0) / 1e3));
+        }
+        end(client, &sandbox).await?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    report.times("floor", answers);
+    report.times("floor_ready", acknowledged);
+    report.times("ready", ready);
+    report.times("ready_on_node", node);
+    report.ratio("ready_over_floor", "ready", "floor", "at most 1.25");
+    report.ratio("ready_over_floor_ready", "ready", "floor_ready", "");
+    Ok(())
+}
+
+/// Boots the same machine without a snapshot.
+pub(crate) fn cold_boots(
+    template: &TemplateFiles,
+    work: &WorkDirectory,
+    n: u32,
+    report: &mut Report,
+) -> Result<()> {
+    let bar = progress("cold boots", n);
+    let mut times = Times::default();
+    for _ in 0..n {
+        let machine = floor::boot(template, work)?;
+        times.push(machine.times.answer);
+        machine.end()?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    report.times("cold_boot", times);
+    report.ratio("cold_boot_over_ready", "cold_boot", "ready", "at least 40");
+    Ok(())
+}
+
+/// Create to the result of the first command, each in a fresh sandbox.
+pub(crate) async fn first_results(client: &Client, n: u32, report: &mut Report) -> Result<()> {
+    let commands = [
+        ("first_result", Command::new("/bin/true")),
+        ("first_result_shell", Command::shell("true")),
+    ];
+    for (key, command) in commands {
+        let bar = progress(key, n);
+        let mut times = Times::default();
+        for _ in 0..n {
+            let begin = Instant::now();
+            let sandbox = create(client).await?;
+            run(&sandbox, &command).await?;
+            times.push(begin.elapsed());
+            end(client, &sandbox).await?;
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        report.times(key, times);
+    }
+    Ok(())
+}
+
+/// 1, 2, 4 … creates at once, `rounds` times each.
+pub(crate) async fn curve(client: &Client, largest: u32, rounds: u32, report: &mut Report) -> Result<()> {
+    let mut at_once = 1;
+    let bar = progress("creates at once", largest.ilog2() + 1);
+    while at_once <= largest {
+        let mut latency = Times::default();
+        let mut busy = Duration::ZERO;
+        for _ in 0..rounds {
+            let begin = Instant::now();
+            let made = try_join_all((0..at_once).map(|_| async {
+                let begin = Instant::now();
+                let sandbox = create(client).await?;
+                anyhow::Ok((sandbox, begin.elapsed()))
+            }))
+            .await?;
+            busy += begin.elapsed();
+            for (sandbox, took) in made {
+                latency.push(took);
+                end(client, &sandbox).await?;
+            }
+        }
+        let per_second = f64::from(at_once * rounds) / busy.as_secs_f64();
+        report.curve(CurvePoint { at_once, per_second, latency });
+        bar.inc(1);
+        at_once *= 2;
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// Commands in a sandbox that has run them before.
+pub(crate) async fn round_trips(client: &Client, n: u32, report: &mut Report) -> Result<()> {
+    let sandbox = create(client).await?;
+    for (key, command) in [("exec", Command::new("/bin/true")), ("exec_shell", Command::shell("true"))] {
+        let bar = progress(key, n);
+        for _ in 0..5 {
+            run(&sandbox, &command).await?;
+        }
+        let mut times = Times::default();
+        for _ in 0..n {
+            let begin = Instant::now();
+            run(&sandbox, &command).await?;
+            times.push(begin.elapsed());
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        report.times(key, times);
+    }
+    end(client, &sandbox).await
+}
+
+/// Makes a sandbox of the template `base`.
+pub(crate) async fn create(client: &Client) -> Result<Sandbox> {
+    let options = SandboxOptions { timeout: Some(LIFETIME), ..SandboxOptions::default() };
+    Ok(client.create(&options).await?)
+}
+
+/// Ends one, which must still be there.
+pub(crate) async fn end(client: &Client, sandbox: &Sandbox) -> Result<()> {
+    ensure!(client.delete(sandbox.id()).await?, "sandbox {} was gone already", sandbox.id());
+    Ok(())
+}
+
+/// Runs a command that must succeed.
+pub(crate) async fn run(sandbox: &Sandbox, command: &Command) -> Result<()> {
+    let output = sandbox.run(command, CollectLimits::default()).await?;
+    ensure!(output.end.exit_code == 0, "a command failed: {}", output.stderr.text());
+    Ok(())
+}
+
+/// A bar on a terminal, nothing elsewhere.
+pub(crate) fn progress(what: &'static str, length: u32) -> ProgressBar {
+    let bar = ProgressBar::new(u64::from(length)).with_message(what);
+    if let Ok(style) = ProgressStyle::with_template("{msg:<22} {bar:32} {pos}/{len} {elapsed}") {
+        bar.set_style(style);
+    }
+    bar
+}
