@@ -56,8 +56,8 @@ pub struct Limits {
 }
 
 impl NodeConfig {
-    /// Longest run directory, bytes: leaves room for `/sandboxes/<id>/<socket>` within a socket address.
-    pub const MAX_RUN_DIRECTORY: usize = 48;
+    /// Longest run directory, bytes: what is below must fit into a socket address.
+    pub const MAX_RUN_DIRECTORY: usize = 46;
 
     /// Sensible values for everything but the directories.
     pub fn new(data_directory: PathBuf, run_directory: PathBuf) -> Self {

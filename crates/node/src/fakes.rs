@@ -36,7 +36,7 @@ use tokio::{
 use crate::{
     locked,
     seam::TemplateInfo,
-    templates::{ResolvedTemplate, StartingPoint, TemplateError, Templates},
+    templates::{Lease, ResolvedTemplate, StartingPoint, TemplateError, Templates},
 };
 
 /// What a step does instead of its work.
@@ -69,7 +69,9 @@ pub(crate) struct World {
     pub(crate) sessions: AtomicUsize,
     /// Whether the guests stay silent on the control port once greeted.
     pub(crate) mute: AtomicBool,
-    pub(crate) deleted_templates: Mutex<Vec<(String, Vec<String>)>>,
+    pub(crate) deleted_templates: Mutex<Vec<String>>,
+    /// Alive as long as a sandbox holds the template.
+    pub(crate) template: Arc<()>,
     capabilities: Capabilities,
 }
 
@@ -107,6 +109,7 @@ impl World {
             sessions: AtomicUsize::new(0),
             mute: AtomicBool::new(false),
             deleted_templates: Mutex::default(),
+            template: Arc::new(()),
             capabilities: Capabilities {
                 driver: "pretended",
                 version: "1".to_owned(),
@@ -466,6 +469,7 @@ impl Templates for World {
             })?;
         let at = |name: &str| Path::new("/template").join(name);
         Ok(StartingPoint {
+            lease: Lease::new(self.template.clone()),
             root: at("root"),
             disk: at("disk"),
             machine: MachineTemplate {
@@ -489,9 +493,9 @@ impl Templates for World {
         }])
     }
 
-    async fn delete(&self, name: &str, in_use: &[String]) -> Result<(), TemplateError> {
+    async fn delete(&self, name: &str) -> Result<(), TemplateError> {
         self.resolve(name).await?;
-        locked(&self.deleted_templates).push((name.to_owned(), in_use.to_vec()));
+        locked(&self.deleted_templates).push(name.to_owned());
         Ok(())
     }
 }

@@ -23,6 +23,7 @@ mod start_up;
 mod templates;
 mod uids;
 mod usage;
+mod volume_templates;
 
 #[cfg(test)]
 mod fakes;
@@ -40,7 +41,8 @@ pub use seam::{
     TemplateInfo, TunnelError, TunnelStream, Usage,
 };
 pub use start_up::OpenError;
-pub use templates::{ResolvedTemplate, StartingPoint, TemplateError, Templates};
+pub use templates::{Lease, ResolvedTemplate, StartingPoint, TemplateError, Templates};
+pub use volume_templates::VolumeTemplates;
 
 /// Locks a mutex whose data is whole at every point, so that another thread's panic does not matter.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

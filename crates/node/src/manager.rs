@@ -23,7 +23,7 @@ use crate::{
     OpenError,
     config::{MONITOR_COMMIT, NodeConfig},
     create::{Progress, object_name},
-    failure::{Failure, chain, shortened},
+    failure::{Failure, chain},
     host_room,
     journal::Journal,
     link::{Link, LinkError, Owner, Secrets},
@@ -239,6 +239,7 @@ impl NodeManager {
                     accepted,
                     accepted_at,
                     secrets,
+                    lease: Mutex::default(),
                     history,
                     view,
                     own_inputs: inputs,
@@ -448,14 +449,7 @@ impl Node for NodeManager {
     }
 
     async fn delete_template(&self, name: &str) -> Result<(), NodeError> {
-        let name = shortened(name, 256);
-        let in_use: Vec<_> = self
-            .list()
-            .await
-            .into_iter()
-            .map(|status| status.template_digest)
-            .collect();
-        Ok(self.shared.templates.delete(&name, &in_use).await?)
+        Ok(self.shared.templates.delete(name).await?)
     }
 
     fn events(&self) -> broadcast::Receiver<SandboxEvent> {

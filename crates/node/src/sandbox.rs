@@ -43,7 +43,7 @@ use crate::{
     manager::Shared,
     remains::Remains,
     seam::{CreateSandbox, EndRecord, SandboxEvent, SandboxStatus, Usage},
-    templates::{ResolvedTemplate, StartingPoint},
+    templates::{Lease, ResolvedTemplate, StartingPoint},
     usage::{GuestFigures, History},
 };
 
@@ -89,6 +89,8 @@ pub(crate) struct Sandbox {
     pub(crate) owner: Owner,
     pub(crate) progress: Progress,
     pub(crate) remains: Mutex<Remains>,
+    /// Keeps the template's files, set once they are known.
+    pub(crate) lease: Mutex<Option<Lease>>,
     pub(crate) history: Arc<History>,
     pub(crate) view: watch::Sender<View>,
     /// For the tasks that watch over it.
@@ -151,6 +153,7 @@ impl Sandbox {
             }
         };
         let point: StartingPoint = self.attend(inputs, limits.template, &cancel, point).await?;
+        *locked(&self.lease) = Some(point.lease.clone());
         let cancel = CancellationToken::new();
         let steps = Box::pin(create::create(self, point, &cancel));
         self.attend(inputs, limits.create, &cancel, steps).await

@@ -1,10 +1,10 @@
 //! What the sandbox manager needs of the volume manager's templates.
 
-use std::{fmt, path::PathBuf};
+use std::{any::Any, fmt, path::PathBuf, sync::Arc};
 
 use async_trait::async_trait;
 use space_api::size::SizeClass;
-use space_vmm::{MachineTemplate, VmmError};
+use space_vmm::MachineTemplate;
 
 use crate::seam::TemplateInfo;
 
@@ -19,9 +19,28 @@ pub struct ResolvedTemplate {
     pub default_size: SizeClass,
 }
 
+/// Keeps the files of a starting point from being removed as long as it, or a clone of it, lives.
+#[derive(Clone)]
+pub struct Lease(#[expect(dead_code, reason = "held, not read")] Arc<dyn Any + Send + Sync>);
+
+impl Lease {
+    /// Holds on to `what`.
+    pub fn new(what: impl Any + Send + Sync) -> Self {
+        Self(Arc::new(what))
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lease")
+    }
+}
+
 /// Everything a sandbox of one template and size starts from. All files are read-only for ever.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct StartingPoint {
+    /// Held by the sandbox until its machine is gone.
+    pub lease: Lease,
     /// Root image.
     pub root: PathBuf,
     /// Writable disk as it was when the snapshot was taken; the new layer rests on it.
@@ -45,9 +64,18 @@ pub enum TemplateError {
         /// As asked.
         name: String,
     },
-    /// The machine that makes the snapshot could not be run.
-    #[error("the template's machine could not be run")]
-    Vmm(#[source] VmmError),
+    /// No usable monitor.
+    #[error("no monitor to make the template's machine with: {what}")]
+    VmmUnavailable {
+        /// What is missing and how to mend it.
+        what: String,
+    },
+    /// The file system is full.
+    #[error("no space left for the template's machine: {what}")]
+    NoSpace {
+        /// In words.
+        what: String,
+    },
     /// Anything else, typed by the volume manager.
     #[error("{step}")]
     Failed {
@@ -76,6 +104,6 @@ pub trait Templates: Send + Sync + fmt::Debug {
     /// All of them.
     async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError>;
 
-    /// Removes a name and, unless `in_use` holds its digest, the files.
-    async fn delete(&self, name: &str, in_use: &[String]) -> Result<(), TemplateError>;
+    /// Removes a name and, as soon as nothing holds a lease on them, the files.
+    async fn delete(&self, name: &str) -> Result<(), TemplateError>;
 }

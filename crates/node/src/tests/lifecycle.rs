@@ -180,7 +180,7 @@ async fn a_caller_that_goes_away_leaves_a_whole_sandbox() {
 }
 
 #[tokio::test]
-async fn templates_are_listed_and_one_in_use_keeps_its_files() {
+async fn templates_are_listed_and_held_by_their_sandboxes() {
     let fixture = Fixture::new().await;
     let node = &fixture.node;
     let unknown = within(node.create(CreateSandbox {
@@ -192,11 +192,14 @@ async fn templates_are_listed_and_one_in_use_keeps_its_files() {
         matches!(&unknown, Err(NodeError::TemplateNotFound { name }) if name == "nope"),
         "{unknown:?}"
     );
-    within(node.create(request())).await.expect("is created");
-    assert_eq!(node.templates().await.expect("lists").len(), 1);
+    let held = || std::sync::Arc::strong_count(&fixture.world.template) - 1;
+    assert_eq!(held(), 0);
+    let status = within(node.create(request())).await.expect("is created");
+    assert_eq!((node.templates().await.expect("lists").len(), held()), (1, 1));
     node.delete_template("base").await.expect("its name goes");
-    let deleted = locked(&fixture.world.deleted_templates).clone();
-    assert_eq!(deleted, [("base".to_owned(), vec!["sha256:0".to_owned()])]);
+    assert_eq!(*locked(&fixture.world.deleted_templates), ["base"]);
+    within(node.delete(&status.id)).await.expect("is deleted");
+    until("its files are let go", || held() == 0).await;
     assert!(matches!(
         node.delete_template("nope").await,
         Err(NodeError::TemplateNotFound { .. })
