@@ -8,7 +8,6 @@
 
 pub(crate) mod assemble;
 mod platform;
-mod templates;
 
 use std::{
     net::SocketAddr,
@@ -153,7 +152,10 @@ impl Up {
         if let Some(path) = &self.ready_file {
             write_private(
                 path,
-                &json!({"api_url": url, "url": url, "key": platform.key()}).to_string(),
+                &json!({
+                    "url": url, "api_url": url, "key": platform.key(), "installation": installation.name,
+                })
+                .to_string(),
             )?;
         }
         self.announce(global, &url, &platform, &data)?;

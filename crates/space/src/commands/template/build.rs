@@ -89,7 +89,7 @@ impl Build {
         let mut machines = Vec::new();
         for size in sizes {
             bar.restart(&format!("making the machine of {size}"));
-            let request = parts.templates.request(size);
+            let request = parts.request(size);
             parts
                 .builder
                 .ensure_machine(&template, request, &bar.progress())

@@ -1,12 +1,17 @@
 //! Builds the parts that both `space up` and `space template build` stand on.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
+use space_api::size::SizeClass;
 use space_node_manager::{LocalPrivileges, PrivilegeError, Privileges};
 use space_vmm::{QemuConfig, QemuDriver, Vmm, VmmError};
-use space_volume::{TemplateBuilder, VolumeConfig};
+use space_volume::{MachineRequest, TemplateBuilder, VolumeConfig};
 
-use super::{Installation, find_daemon, templates::VolumeTemplates, volume_error};
+use super::{Installation, find_daemon, volume_error};
 use crate::error::{CliError, Kind};
 
 /// Everything below a node.
@@ -14,7 +19,10 @@ pub(crate) struct Parts {
     pub(crate) privileges: Arc<dyn Privileges>,
     pub(crate) vmm: Arc<dyn Vmm>,
     pub(crate) builder: Arc<TemplateBuilder>,
-    pub(crate) templates: Arc<VolumeTemplates>,
+    /// User that machines are built as, one at a time.
+    pub(crate) build_uid: u32,
+    /// Where their sockets go.
+    run_directory: PathBuf,
 }
 
 impl Parts {
@@ -40,19 +48,30 @@ impl Parts {
         let builder = TemplateBuilder::new(config)
             .map_err(|error| volume_error("cannot open the template store", error))?;
         let builder = Arc::new(builder);
-        let templates = Arc::new(VolumeTemplates::new(
-            Arc::clone(&builder),
-            Arc::clone(&vmm),
-            Arc::clone(&privileges),
-            installation.uids.end,
-            run.join("b"),
-        ));
+        // The same that a node uses and sweeps.
+        let run_directory = run.join("s");
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o711)
+            .create(&run_directory)?;
         Ok(Self {
             privileges,
             vmm,
             builder,
-            templates,
+            build_uid: installation.uids.end,
+            run_directory,
         })
+    }
+
+    /// What it takes to build the machine of one size.
+    pub(crate) fn request(&self, size: SizeClass) -> MachineRequest {
+        MachineRequest {
+            size,
+            vmm: Arc::clone(&self.vmm),
+            privileges: Arc::clone(&self.privileges),
+            uid: self.build_uid,
+            run_directory: self.run_directory.clone(),
+        }
     }
 }
 

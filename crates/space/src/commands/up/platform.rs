@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use space_api::{key::ApiKey, rest::Quotas};
 use space_control::{Control, ControlConfig};
-use space_node::{LockError, Node, NodeConfig, NodeManager, OpenError};
+use space_node::{LockError, Node, NodeConfig, NodeManager, OpenError, VolumeTemplates};
 use space_store::{SqliteStore, Store};
 use space_volume::{BuildOptions, Recipe, VolumeError};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
@@ -41,14 +41,17 @@ impl Platform {
             uids: installation.uids.clone(),
             ..NodeConfig::new(data.to_owned(), installation.run_directory.clone())
         };
-        let node = NodeManager::open(
-            config,
-            Arc::clone(&parts.privileges),
+        let templates = VolumeTemplates::new(
+            Arc::clone(&parts.builder),
+            &config,
+            parts.build_uid,
             Arc::clone(&parts.vmm),
-            Arc::clone(&parts.templates) as _,
-        )
-        .await
-        .map_err(open_error)?;
+            Arc::clone(&parts.privileges),
+        );
+        let (privileges, vmm) = (Arc::clone(&parts.privileges), Arc::clone(&parts.vmm));
+        let node = NodeManager::open(config, privileges, vmm, Arc::new(templates))
+            .await
+            .map_err(open_error)?;
 
         let failed = |error| {
             CliError::internal("cannot open the metadata store", error)
@@ -163,7 +166,7 @@ async fn ensure_base(parts: &Parts) -> Result<(), CliError> {
         let bar = bar.get_or_init(|| output::Bar::new("making the machine"));
         bar.restart("making the machine that sandboxes start from");
         builder
-            .ensure_machine(&template, parts.templates.request(size), &bar.progress())
+            .ensure_machine(&template, parts.request(size), &bar.progress())
             .await
             .map_err(|error| volume_error("cannot make the machine of the template `base`", error))?;
     }

@@ -1,0 +1,342 @@
+//! For tests only: a platform of one's own, `space up` as a child process on port 0 in a temporary directory, and a
+//! look at what it has left on the machine.
+//!
+//! What a test needs and the machine lacks makes it skip, loudly: see [`prerequisites`].
+
+#![expect(
+    clippy::print_stderr,
+    reason = "tests say why they skip, and what a platform said before it failed"
+)]
+
+mod remains;
+mod terminal;
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+pub use remains::Remains;
+pub use terminal::Terminal;
+
+/// How long a platform may take to be ready; with the template there, it takes a second or two.
+const READY_LIMIT: Duration = Duration::from_secs(120);
+/// How long it may take to stop in order.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// What is there to start a platform with.
+#[derive(Debug, Clone)]
+pub struct Prerequisites {
+    /// The template store, built before.
+    pub templates: PathBuf,
+    /// The guest's daemon, if it is not to be found by itself.
+    pub daemon: Option<PathBuf>,
+    /// The program under test, if it is not the one cargo built for the test.
+    pub space: Option<PathBuf>,
+}
+
+/// Finds what platform tests need, or says on standard error why they are skipped.
+pub fn prerequisites() -> Option<Prerequisites> {
+    let skip = |reason: &str| {
+        eprintln!("SKIPPED: {reason}");
+        None
+    };
+    if !rustix::process::geteuid().is_root() {
+        return skip("not root");
+    }
+    if !in_path("qemu-system-x86_64") {
+        return skip("qemu-system-x86_64 is not installed");
+    }
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let templates =
+        variable("SPACE_TEST_TEMPLATES").unwrap_or_else(|| PathBuf::from("/var/lib/space/templates"));
+    if !templates.join("names/base").exists() {
+        return skip(
+            "there is no template `base`: build it with `space template build base`, or set SPACE_TEST_TEMPLATES",
+        );
+    }
+    Some(Prerequisites {
+        templates,
+        daemon: variable("SPACE_TEST_DAEMON"),
+        space: variable("SPACE_TEST_SPACE"),
+    })
+}
+
+fn in_path(program: &str) -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|directory| directory.join(program).is_file()))
+}
+
+/// Polls `check` until it gives something, at most `limit`.
+///
+/// # Panics
+///
+/// When the limit has passed.
+pub fn eventually<T>(what: &str, limit: Duration, mut check: impl FnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(found) = check() {
+            return found;
+        }
+        assert!(
+            begin.elapsed() < limit,
+            "{what} did not come true within {} s",
+            limit.as_secs()
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A platform of one's own. Killed and cleaned up after when dropped.
+#[derive(Debug)]
+pub struct Platform {
+    space: PathBuf,
+    prerequisites: Prerequisites,
+    directory: TempDir,
+    child: Option<Child>,
+    url: String,
+    key: String,
+    installation: String,
+}
+
+impl Platform {
+    /// Starts one; `None` (said on standard error) if the machine lacks something. `space` is the program under test,
+    /// usually `env!("CARGO_BIN_EXE_space")`.
+    ///
+    /// # Panics
+    ///
+    /// If it does not become ready.
+    pub fn start(space: &str) -> Option<Self> {
+        let prerequisites = prerequisites()?;
+        let space = prerequisites
+            .space
+            .clone()
+            .unwrap_or_else(|| PathBuf::from(space));
+        let directory = tempfile::Builder::new()
+            .prefix("space-test-")
+            .tempdir()
+            .expect("a temporary directory");
+        let mut platform = Self {
+            space,
+            prerequisites,
+            directory,
+            child: None,
+            url: String::new(),
+            key: String::new(),
+            installation: String::new(),
+        };
+        platform.start_again();
+        Some(platform)
+    }
+
+    /// Starts it again on what is left of it, after [`Platform::kill`] or [`Platform::stop`].
+    ///
+    /// # Panics
+    ///
+    /// If it does not become ready.
+    pub fn start_again(&mut self) {
+        assert!(self.child.is_none(), "it runs");
+        let ready = self.directory.path().join("ready.json");
+        drop(fs_err::remove_file(&ready));
+        let log = fs_err::File::options()
+            .create(true)
+            .append(true)
+            .open(self.log_path())
+            .expect("the log can be written");
+        let mut command = self.up();
+        let log = log.into_file();
+        command
+            .arg("--ready-file")
+            .arg(&ready)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a descriptor"))
+            .stderr(log);
+        self.child = Some(command.spawn().expect("space can be started"));
+        let begin = Instant::now();
+        loop {
+            if let Ok(text) = fs_err::read_to_string(&ready)
+                && let Ok(value) = serde_json::from_str::<Value>(&text)
+            {
+                let field = |name: &str| {
+                    value[name]
+                        .as_str()
+                        .expect("a field of the ready file")
+                        .to_owned()
+                };
+                self.url = field("url");
+                self.key = field("key");
+                self.installation = field("installation");
+                return;
+            }
+            let ended = self
+                .child
+                .as_mut()
+                .and_then(|child| child.try_wait().expect("can be waited for"));
+            assert!(
+                ended.is_none(),
+                "space up ended before it was ready: {ended:?}\n{}",
+                self.log()
+            );
+            assert!(
+                begin.elapsed() < READY_LIMIT,
+                "space up is not ready in time\n{}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The command that starts a platform here, without a ready file.
+    pub fn up(&self) -> Command {
+        let mut command = Command::new(&self.space);
+        command
+            .args(["up", "--listen", "127.0.0.1:0"])
+            .arg("--data-dir")
+            .arg(self.data_directory())
+            .arg("--templates")
+            .arg(&self.prerequisites.templates);
+        if let Some(daemon) = &self.prerequisites.daemon {
+            command.arg("--daemon").arg(daemon);
+        }
+        command
+    }
+
+    /// Its address.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Its key.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// What its objects on this machine are named by.
+    pub fn installation(&self) -> String {
+        self.installation.clone()
+    }
+
+    /// Where it keeps its state.
+    pub fn data_directory(&self) -> PathBuf {
+        self.directory.path().join("data")
+    }
+
+    /// A directory for the test's own files, gone afterwards.
+    pub fn scratch(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// The command line, told to use this platform.
+    pub fn space<I, S>(&self, arguments: I) -> Command
+    where
+        I: IntoIterator<Item = S>,
+        S: AsRef<std::ffi::OsStr>,
+    {
+        let mut command = Command::new(&self.space);
+        command
+            .args(arguments)
+            .env("SPACE_API_URL", &self.url)
+            .env("SPACE_API_KEY", &self.key)
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Runs the command line to its end.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be run.
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.space(arguments).output().expect("space can be run")
+    }
+
+    /// Runs the command line, which must succeed, and gives its output without the last line end.
+    ///
+    /// # Panics
+    ///
+    /// If it fails.
+    pub fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(
+            output.status.success(),
+            "space {arguments:?} failed ({}):\n{}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr),
+        );
+        String::from_utf8(output.stdout)
+            .expect("UTF-8")
+            .trim_end()
+            .to_owned()
+    }
+
+    /// The same, for output that is JSON.
+    ///
+    /// # Panics
+    ///
+    /// If it fails, or its output is no JSON.
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        let text = self.succeed(&[arguments, &["--json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
+    }
+
+    /// Kills it with a signal that it cannot see.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().expect("it runs");
+        child.kill().expect("it can be killed");
+        child.wait().expect("it can be waited for");
+    }
+
+    /// Stops it in order.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run, or does not stop in time.
+    pub fn stop(&mut self) -> ExitStatus {
+        let mut child = self.child.take().expect("it runs");
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it can be signalled");
+        eventually("the end of the platform", STOP_LIMIT, || {
+            child.try_wait().expect("can be waited for")
+        })
+    }
+
+    /// What it has said.
+    pub fn log(&self) -> String {
+        fs_err::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.directory.path().join("up.log")
+    }
+}
+
+impl Drop for Platform {
+    fn drop(&mut self) {
+        if self.child.is_some() {
+            if std::thread::panicking() {
+                eprintln!("what the platform said:\n{}", self.log());
+            }
+            // In order, so that nothing is left on the machine; by force if that fails.
+            let mut child = self.child.take();
+            if let Some(child) = &mut child {
+                let pid = rustix::process::Pid::from_child(child);
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+                let begin = Instant::now();
+                while begin.elapsed() < STOP_LIMIT && matches!(child.try_wait(), Ok(None)) {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                drop(child.kill());
+                drop(child.wait());
+            }
+        }
+    }
+}
