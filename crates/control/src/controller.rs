@@ -1,0 +1,168 @@
+//! Makes the store and the node agree.
+//!
+//! What the store says lives and the node does not know has ended: from the node's journal it learns why, and where that does not
+//! say, the platform was restarted under it. What the node runs and the store does not know, or knows as ended, is deleted.
+//! Runs at start-up before anything is served, on every event, and every [`Limits::reconcile`](crate::Limits::reconcile).
+
+use std::collections::HashMap;
+
+use jiff::{SignedDuration, Timestamp};
+use space_api::{
+    id::SandboxId,
+    lifecycle::{EndCause, SandboxState},
+};
+use space_node::{EndRecord, NodeError, SandboxEvent, SandboxStatus};
+use space_store::{End, Ready, SandboxRow, StoreError};
+use tokio::sync::broadcast::{Receiver, error::RecvError};
+use tokio_util::sync::CancellationToken;
+
+use crate::{app::App, error::chain};
+
+/// Why the two could not be compared.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReconcileError {
+    /// The store did not answer.
+    #[error("the metadata store could not be compared with the node")]
+    Store(#[from] StoreError),
+    /// The node did not answer.
+    #[error("the node could not be compared with the metadata store")]
+    Node(#[from] NodeError),
+}
+
+/// Settles what an earlier run of the platform has left open.
+pub(crate) async fn start_up(app: &App) -> Result<(), ReconcileError> {
+    reconcile(app).await?;
+    let settled = app.store.settle_claims().await?;
+    if settled > 0 {
+        tracing::info!(settled, "idempotency keys of an earlier run were settled");
+    }
+    Ok(())
+}
+
+/// Runs until `stop`.
+pub(crate) async fn run(app: App, mut events: Receiver<SandboxEvent>, stop: CancellationToken) {
+    let mut tick = tokio::time::interval(app.config.limits.reconcile);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    tick.tick().await;
+    loop {
+        let compare = tokio::select! {
+            () = stop.cancelled() => return,
+            _ = tick.tick() => true,
+            event = events.recv() => match event {
+                Ok(event) => { observe(&app, event).await; false }
+                Err(RecvError::Lagged(missed)) => { tracing::warn!(missed, "node events were missed"); true }
+                Err(RecvError::Closed) => return,
+            },
+        };
+        if compare && let Err(error) = reconcile(&app).await {
+            tracing::error!(error = %chain(&error), "reconciliation failed; it is tried again");
+        }
+    }
+}
+
+async fn observe(app: &App, event: SandboxEvent) {
+    let outcome = match event {
+        // The create that waits for it marks it as running; without one, reconciliation does.
+        SandboxEvent::Ready(_) => Ok(false),
+        SandboxEvent::Ended(record) => app.record_end(&record).await,
+    };
+    if let Err(error) = outcome {
+        tracing::error!(error = %chain(&error), "an end was not recorded; reconciliation will");
+    }
+}
+
+/// Compares once.
+pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
+    // The store is read first: what is made after that is in neither list of things to end.
+    let rows = app.store.live().await?;
+    let alive: HashMap<SandboxId, SandboxStatus> = app
+        .node
+        .list()
+        .await
+        .into_iter()
+        .map(|status| (status.id.clone(), status))
+        .collect();
+
+    let missing: Vec<&SandboxRow> = rows
+        .iter()
+        .filter(|row| !alive.contains_key(&row.sandbox.id) && !app.is_creating(&row.sandbox.id))
+        .collect();
+    if !missing.is_empty() {
+        end_missing(app, &missing).await?;
+    }
+    for row in &rows {
+        if row.state == SandboxState::Creating
+            && !app.is_creating(&row.sandbox.id)
+            && let Some(status) = alive.get(&row.sandbox.id)
+            && status.state == SandboxState::Running
+        {
+            mark_running(app, status).await?;
+        }
+    }
+    for status in alive.values() {
+        let known = rows.iter().any(|row| row.sandbox.id == status.id);
+        if !known && !app.is_creating(&status.id) && unwanted(app, &status.id).await? {
+            tracing::warn!(sandbox = %status.id, "deleting a sandbox that the store does not want");
+            if let Err(error) = app.node.delete(&status.id).await
+                && !matches!(error, NodeError::NotFound { .. })
+            {
+                tracing::warn!(sandbox = %status.id, %error, "it could not be deleted; it is tried again");
+            }
+        }
+    }
+    let oldest = SignedDuration::try_from(app.config.limits.record_lifetime).unwrap_or(SignedDuration::MAX);
+    if let Ok(before) = Timestamp::now().checked_sub(oldest) {
+        app.store.prune(before).await?;
+    }
+    Ok(())
+}
+
+async fn end_missing(app: &App, missing: &[&SandboxRow]) -> Result<(), ReconcileError> {
+    let since = missing
+        .iter()
+        .map(|row| row.sandbox.started_at)
+        .min()
+        .unwrap_or_else(Timestamp::now);
+    let ends: HashMap<(SandboxId, u64), EndRecord> = app
+        .node
+        .ends_since(since)
+        .await?
+        .into_iter()
+        .map(|record| ((record.id.clone(), record.generation), record))
+        .collect();
+    for row in missing {
+        let id = &row.sandbox.id;
+        // It may have been in between two lists; the node itself has the last word.
+        if app.node.status(id).await.is_ok() {
+            continue;
+        }
+        let record = ends.get(&(id.clone(), row.sandbox.generation));
+        let end = End {
+            generation: row.sandbox.generation,
+            cause: record.map_or(EndCause::PlatformRestarted, |record| record.cause.clone()),
+            ended_at: record.map_or_else(Timestamp::now, |record| record.ended_at),
+            cpu_micros: record.map(|record| record.cpu_micros),
+        };
+        if app.store.end(id, &end, false).await? {
+            tracing::info!(sandbox = %id, cause = ?end.cause, "sandbox was gone");
+        }
+        app.forget_route(id);
+    }
+    Ok(())
+}
+
+async fn mark_running(app: &App, status: &SandboxStatus) -> Result<(), StoreError> {
+    let ready = Ready {
+        template: status.template.clone(),
+        template_digest: status.template_digest.clone(),
+        size: status.size,
+        ready_ms: status.ready_ms,
+    };
+    app.store.mark_running(&status.id, status.generation, &ready).await?;
+    Ok(())
+}
+
+async fn unwanted(app: &App, id: &SandboxId) -> Result<bool, StoreError> {
+    let row = app.store.sandbox(id).await?;
+    Ok(row.is_none_or(|row| row.state == SandboxState::Ended))
+}

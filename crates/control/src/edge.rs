@@ -1,0 +1,97 @@
+//! The edge router: traffic to what runs inside sandboxes.
+//!
+//! Port 49983 is the space daemon, reached over the sandbox's private channel; its callers show the access token here, and it
+//! never goes further. Every other port is a program on the guest's loopback, reached by a tunnel. Whatever comes back is
+//! written by a guest and must not gain anything from the address under which it is served (see [`headers`]).
+
+pub(crate) mod answers;
+mod daemon;
+mod guard;
+mod headers;
+mod ports;
+mod stream;
+pub(crate) mod target;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use axum::{body::Body, response::Response};
+use http::Request;
+use space_api::e2b::ENVD_PORT;
+use space_node::NodeError;
+
+use crate::{
+    app::{App, Route},
+    error::chain,
+};
+use answers::Answer;
+use target::{Routing, Target};
+
+/// Serves a request that names a sandbox.
+pub(crate) async fn serve(app: &App, target: Target, request: Request<Body>) -> Response {
+    let page = answers::wants_page(request.headers());
+    match routed(app, &target, request).await {
+        Ok(mut response) => {
+            if let Routing::Path { .. } = target.routing {
+                headers::contain_page(&target, response.headers_mut());
+            }
+            response
+        }
+        Err(answer) => {
+            tracing::debug!(sandbox = %target.id, port = target.port, %answer, "edge refused");
+            answer.into_response(page)
+        }
+    }
+}
+
+async fn routed(app: &App, target: &Target, request: Request<Body>) -> Result<Response, Answer> {
+    if let Routing::Path { rest: None, .. } = &target.routing {
+        return Ok(answers::add_slash(target, request.uri()));
+    }
+    if target.port == ENVD_PORT && guard::is_preflight(&request) {
+        return Ok(headers::preflight(request.headers()));
+    }
+    let route = app
+        .route(&target.id)
+        .await
+        .map_err(|error| Answer::Failed {
+            id: target.id.clone(),
+            what: chain(&error),
+        })?
+        .ok_or_else(|| Answer::NotFound {
+            id: target.id.to_string(),
+        })?;
+    if target.port == ENVD_PORT {
+        daemon::serve(app, &route, target, request).await
+    } else {
+        ports::serve(app, &route, target, request).await
+    }
+}
+
+/// Where a suspended sandbox will be woken before its traffic goes on, once its token has been checked.
+///
+/// In this version no sandbox is suspended, so that there is nothing to do.
+fn awake(route: &Arc<Route>) -> std::future::Ready<Result<(), Answer>> {
+    tracing::trace!(sandbox = %route.id, project = %route.project, "awake");
+    std::future::ready(Ok(()))
+}
+
+/// What the client is told of the node's refusal.
+fn node_answer(app: &App, route: &Route, error: NodeError) -> Answer {
+    let id = route.id.clone();
+    match error {
+        NodeError::NotFound { .. } => {
+            // The controller records the end; from now on the store is asked.
+            app.forget_route(&id);
+            Answer::NotFound { id: id.to_string() }
+        }
+        NodeError::Transitioning { state, .. } => Answer::Transitioning { id, state },
+        NodeError::GuestUnresponsive { what, .. } => Answer::Unresponsive { id, what },
+        NodeError::ShuttingDown => Answer::ShuttingDown { id },
+        other => Answer::Failed {
+            id,
+            what: other.to_string(),
+        },
+    }
+}
