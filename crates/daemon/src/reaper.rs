@@ -10,7 +10,7 @@ use std::{fs::File, io, io::Read, os::fd::OwnedFd};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
-    process::{WaitOptions, getpid, set_child_subreaper, waitpid},
+    process::{WaitOptions, getpid, set_child_subreaper, wait},
     thread::gettid,
 };
 
@@ -63,7 +63,7 @@ impl Reaper {
 fn reap_own() {
     let options = WaitOptions::NOHANG | WaitOptions::from_bits_retain(WNOTHREAD);
     loop {
-        match waitpid(None, options) {
+        match wait(options) {
             Ok(Some(_)) | Err(Errno::INTR) => {}
             Ok(None) | Err(_) => return,
         }
