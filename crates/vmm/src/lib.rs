@@ -4,8 +4,19 @@
 //! this crate knows which monitor runs a machine; what differs is said by [`Capabilities`].
 
 pub mod machine;
+pub mod qemu;
 
 pub use machine::{
     Capabilities, DiskLayer, ExitReason, FrozenLayer, Machine, MachineSpec, MachineTemplate, MemoryDelta,
     MemoryRun, PortStream, StartMode, Vmm, VmmError,
 };
+pub use qemu::{AcceleratorChoice, QemuConfig, QemuDriver};
+
+/// An I/O error with what was attempted on which file.
+fn io_error(step: &'static str, path: &std::path::Path, source: impl Into<std::io::Error>) -> VmmError {
+    VmmError::Io {
+        step,
+        path: path.to_owned(),
+        source: source.into(),
+    }
+}

@@ -1,0 +1,264 @@
+//! A small client for QEMU's monitor protocol.
+//!
+//! One task owns the socket. Commands go to it through a queue, so that a caller that goes away mid-way never leaves
+//! half a line behind. QEMU answers in the order of the commands, so none carries an id (each byte counts, see
+//! [`super`]). Of the events only two are of interest and kept as the newest value.
+
+use std::{collections::VecDeque, time::Duration};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    sync::{mpsc, oneshot, watch},
+};
+use tokio_util::task::TaskTracker;
+
+use crate::VmmError;
+
+/// Longest line accepted from QEMU, bytes.
+const LONGEST_LINE: usize = 256 * 1024;
+
+/// Commands that may wait.
+const QUEUE: usize = 64;
+
+/// How long a command may take. Generous: many machines may be starting on few cores.
+pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(30);
+
+/// The connection. Cheap to clone; it ends when QEMU does.
+#[derive(Debug, Clone)]
+pub(super) struct Qmp {
+    commands: mpsc::Sender<Queued>,
+    shutdown: watch::Receiver<Option<String>>,
+}
+
+type Answer = oneshot::Sender<Result<Value, String>>;
+
+#[derive(Debug)]
+struct Queued {
+    line: Vec<u8>,
+    answer: Answer,
+}
+
+/// What went wrong with a command, before it is known whether the machine has ended.
+#[derive(Debug)]
+pub(super) enum QmpError {
+    /// QEMU is gone.
+    Closed,
+    /// It said no.
+    Refused(String),
+    /// It did not answer.
+    TimedOut,
+}
+
+#[derive(Debug, Deserialize)]
+struct Message {
+    #[serde(rename = "return")]
+    answer: Option<Value>,
+    error: Option<Failure>,
+    event: Option<String>,
+    #[serde(default)]
+    data: Value,
+}
+
+#[derive(Debug, Deserialize)]
+struct Failure {
+    desc: String,
+}
+
+impl Qmp {
+    /// Takes over a fresh connection. Nothing has to be awaited: QEMU reads what is written before its greeting.
+    pub(super) fn new(stream: UnixStream, tasks: &TaskTracker) -> Self {
+        let (commands, queue) = mpsc::channel(QUEUE);
+        let (tell_shutdown, shutdown) = watch::channel(None);
+        tasks.spawn(async move {
+            if let Err(error) = serve(stream, queue, tell_shutdown).await {
+                tracing::debug!(%error, "the monitor's connection ended");
+            }
+        });
+        Self { commands, shutdown }
+    }
+
+    /// Why the guest stopped for good, once it has: QEMU's word for it.
+    pub(super) fn shutdown(&self) -> watch::Receiver<Option<String>> {
+        self.shutdown.clone()
+    }
+
+    /// Waits until the connection has ended.
+    pub(super) async fn closed(&self) {
+        self.commands.closed().await;
+    }
+
+    /// Puts a command into the queue at once; the answer may be awaited later. For commands that follow each other
+    /// without waiting.
+    pub(super) async fn send(&self, name: &str, arguments: Value) -> Pending {
+        let line = match &arguments {
+            Value::Null => json!({ "execute": name }),
+            _ => json!({ "execute": name, "arguments": arguments }),
+        };
+        let (answer, answered) = oneshot::channel();
+        // A closed queue drops `answer`, which `Pending` sees.
+        self.commands
+            .send(Queued {
+                line: line.to_string().into_bytes(),
+                answer,
+            })
+            .await
+            .ok();
+        Pending { answered }
+    }
+
+    /// Runs a command and waits for its answer.
+    pub(super) async fn run(&self, name: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.send(name, arguments).await.wait().await
+    }
+}
+
+/// An answer on its way.
+#[derive(Debug)]
+pub(super) struct Pending {
+    answered: oneshot::Receiver<Result<Value, String>>,
+}
+
+impl Pending {
+    pub(super) async fn wait(self) -> Result<Value, QmpError> {
+        match tokio::time::timeout(COMMAND_LIMIT, self.answered).await {
+            Ok(Ok(Ok(value))) => Ok(value),
+            Ok(Ok(Err(words))) => Err(QmpError::Refused(words)),
+            Ok(Err(_)) => Err(QmpError::Closed),
+            Err(_) => Err(QmpError::TimedOut),
+        }
+    }
+}
+
+async fn serve(
+    mut stream: UnixStream,
+    mut queue: mpsc::Receiver<Queued>,
+    shutdown: watch::Sender<Option<String>>,
+) -> std::io::Result<()> {
+    let mut waiting = VecDeque::<Answer>::new();
+    let mut buffer = Vec::with_capacity(4096);
+    let (mut reader, mut writer) = stream.split();
+    loop {
+        tokio::select! {
+            queued = queue.recv() => {
+                let Some(Queued { line, answer }) = queued else { return Ok(()) };
+                waiting.push_back(answer);
+                writer.write_all(&line).await?;
+            }
+            read = reader.read_buf(&mut buffer) => {
+                if read? == 0 {
+                    return Ok(());
+                }
+                while let Some(end) = buffer.iter().position(|&b| b == b'\n') {
+                    let line = buffer.drain(..=end).collect::<Vec<_>>();
+                    take(serde_json::from_slice(&line)?, &mut waiting, &shutdown);
+                }
+                if buffer.len() > LONGEST_LINE {
+                    return Err(std::io::Error::other("a line of the monitor is too long"));
+                }
+            }
+        }
+    }
+}
+
+fn take(message: Message, waiting: &mut VecDeque<Answer>, shutdown: &watch::Sender<Option<String>>) {
+    match message {
+        Message {
+            answer: Some(value), ..
+        } => {
+            if let Some(answer) = waiting.pop_front() {
+                // Whoever asked may have gone.
+                answer.send(Ok(value)).ok();
+            }
+        }
+        Message {
+            error: Some(failure), ..
+        } => {
+            if let Some(answer) = waiting.pop_front() {
+                answer.send(Err(failure.desc.chars().take(1024).collect())).ok();
+            }
+        }
+        Message {
+            event: Some(event),
+            data,
+            ..
+        } => match event.as_str() {
+            "SHUTDOWN" => {
+                let reason = data.get("reason").and_then(Value::as_str).unwrap_or("unknown");
+                shutdown.send_replace(Some(reason.to_owned()));
+            }
+            // The guest's kernel told of its own panic (a pvpanic device); not in use on this machine type.
+            "GUEST_PANICKED" => {
+                shutdown.send_replace(Some("guest-panic".to_owned()));
+            }
+            _ => tracing::trace!(event, "monitor"),
+        },
+        // The greeting.
+        _ => {}
+    }
+}
+
+impl QmpError {
+    /// For a machine that has not ended.
+    pub(super) fn into_vmm(self, command: &str) -> VmmError {
+        let command = command.to_owned();
+        match self {
+            QmpError::Refused(answer) => VmmError::Refused { command, answer },
+            QmpError::Closed => VmmError::Refused {
+                command,
+                answer: "the connection was closed".to_owned(),
+            },
+            QmpError::TimedOut => VmmError::TimedOut {
+                command,
+                seconds: COMMAND_LIMIT.as_secs(),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn answers_go_to_whom_they_belong_though_a_caller_left() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let qmp = Qmp::new(ours, &TaskTracker::new());
+        let first = qmp.send("one", Value::Null).await;
+        drop(qmp.send("two", Value::Null).await);
+        let third = qmp.send("three", json!({"a": 1})).await;
+        let mut seen = Vec::new();
+        while !seen.ends_with(br#"{"arguments":{"a":1},"execute":"three"}"#) {
+            theirs.read_buf(&mut seen).await.unwrap();
+        }
+        theirs
+            .write_all(
+                b"{\"QMP\": {}}\r\n{\"return\": {\"n\": 1}}\r\n{\"event\": \"SHUTDOWN\", \"data\": {\"reason\": \
+                \"guest-reset\"}}\r\n{\"return\": {}}\r\n{\"error\": {\"class\": \"x\", \"desc\": \"no\"}}\r\n",
+            )
+            .await
+            .unwrap();
+        assert_eq!(first.wait().await.unwrap(), json!({"n": 1}));
+        assert!(matches!(third.wait().await, Err(QmpError::Refused(words)) if words == "no"));
+        assert_eq!(qmp.shutdown().borrow().as_deref(), Some("guest-reset"));
+        drop(theirs);
+        qmp.closed().await;
+        assert!(matches!(
+            qmp.run("four", Value::Null).await,
+            Err(QmpError::Closed)
+        ));
+    }
+
+    #[tokio::test]
+    async fn an_endless_line_ends_the_connection() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let qmp = Qmp::new(ours, &TaskTracker::new());
+        let line = vec![b' '; 2 * LONGEST_LINE];
+        theirs.write_all(&line).await.ok();
+        tokio::time::timeout(Duration::from_secs(5), qmp.closed())
+            .await
+            .expect("it ends");
+    }
+}
