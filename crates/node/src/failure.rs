@@ -128,7 +128,7 @@ impl From<TemplateError> for Failure {
     fn from(error: TemplateError) -> Self {
         match error {
             TemplateError::NotFound { name } => Self::TemplateNotFound(name),
-            TemplateError::VmmUnavailable { what } => Self::VmmUnavailable(what),
+            TemplateError::Vmm(VmmError::Unavailable { what }) => Self::VmmUnavailable(what),
             TemplateError::NoSpace { what } => Self::NoCapacity(format!("disk: {what}")),
             other => Self::step("preparing the template's machine", &other),
         }
@@ -163,7 +163,7 @@ impl From<TemplateError> for NodeError {
             TemplateError::NotFound { name } => Self::TemplateNotFound {
                 name: shortened(&name, 128),
             },
-            TemplateError::VmmUnavailable { what } => Self::VmmUnavailable { what },
+            TemplateError::Vmm(VmmError::Unavailable { what }) => Self::VmmUnavailable { what },
             TemplateError::NoSpace { what } => Self::NoCapacity {
                 what: format!("disk: {what}"),
             },

@@ -254,7 +254,7 @@ async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Reque
                 // A reader that went away needs no answer: hence the ignored results here and below.
                 Request::EndOf(id, reply) => drop(reply.send(end_of(&mut connection, &id).await)),
                 Request::EndsSince(since, reply) => {
-                    drop(reply.send(ends_since(&mut connection, since).await))
+                    drop(reply.send(ends_since(&mut connection, since).await));
                 }
                 Request::Close => queue.close(),
                 write => writes.push(write),

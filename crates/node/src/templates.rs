@@ -4,7 +4,7 @@ use std::{any::Any, fmt, path::PathBuf, sync::Arc};
 
 use async_trait::async_trait;
 use space_api::size::SizeClass;
-use space_vmm::MachineTemplate;
+use space_vmm::{MachineTemplate, VmmError};
 
 use crate::seam::TemplateInfo;
 
@@ -64,12 +64,9 @@ pub enum TemplateError {
         /// As asked.
         name: String,
     },
-    /// No usable monitor.
-    #[error("no monitor to make the template's machine with: {what}")]
-    VmmUnavailable {
-        /// What is missing and how to mend it.
-        what: String,
-    },
+    /// The machine that makes the snapshot could not be run.
+    #[error("the template's machine could not be run")]
+    Vmm(#[source] VmmError),
     /// The file system is full.
     #[error("no space left for the template's machine: {what}")]
     NoSpace {

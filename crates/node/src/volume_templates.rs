@@ -98,7 +98,7 @@ fn typed(reference: &str, error: Arc<VolumeError>) -> TemplateError {
         VolumeError::Machine {
             source: VmmError::Unavailable { what },
             ..
-        } => TemplateError::VmmUnavailable { what: what.clone() },
+        } => TemplateError::Vmm(VmmError::Unavailable { what: what.clone() }),
         _ => TemplateError::Failed {
             step: format!("template {reference}"),
             source: Box::new(error),

@@ -32,7 +32,7 @@ async fn a_sandbox_lives_from_create_to_delete() {
     assert_eq!(status.state, SandboxState::Running);
     assert!(status.ready_ms.is_some_and(|ready| ready > 0.0));
     assert_eq!(within(node.status(&id)).await.expect("lives"), status);
-    assert_eq!(node.list().await, [status.clone()]);
+    assert_eq!(node.list().await, std::slice::from_ref(&status));
     assert_eq!(node.info().await.sandboxes, 1);
     assert_eq!(within(events.recv()).await, Ok(SandboxEvent::Ready(status)));
 

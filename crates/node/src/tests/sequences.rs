@@ -78,7 +78,7 @@ async fn play(acts: Vec<Act>) {
             Act::CreateAndLeave(at) => {
                 let (node, request) = (fixture.node.clone(), next(at));
                 left.spawn(async move {
-                    drop(tokio::time::timeout(Duration::from_millis(1), node.create(request)).await)
+                    drop(tokio::time::timeout(Duration::from_millis(1), node.create(request)).await);
                 });
             }
             Act::Delete(at) => match within(fixture.node.delete(&ids[at])).await {
@@ -89,7 +89,7 @@ async fn play(acts: Vec<Act>) {
             Act::DeleteAndLeave(at) => {
                 let (node, id) = (fixture.node.clone(), ids[at].clone());
                 left.spawn(async move {
-                    drop(tokio::time::timeout(Duration::from_millis(1), node.delete(&id)).await)
+                    drop(tokio::time::timeout(Duration::from_millis(1), node.delete(&id)).await);
                 });
             }
             Act::Exit(at) => {

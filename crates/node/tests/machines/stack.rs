@@ -1,0 +1,274 @@
+//! A whole node of its own for each test, and an account of what is left of it.
+
+use std::{
+    collections::BTreeMap,
+    future::Future,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use jiff::{Timestamp, ToSpan as _};
+use rustix::process::Pid;
+use space_api::id::{ProjectId, SandboxId};
+use space_node::{CreateSandbox, Node as _, NodeConfig, NodeManager, VolumeTemplates};
+use space_node_manager::{LocalPrivileges, Privileges};
+use space_vmm::{QemuConfig, QemuDriver, Vmm};
+use space_volume::{TemplateBuilder, VolumeConfig};
+
+const VICTIM: &str = "SPACE_TEST_NODE_VICTIM";
+/// Limit of every wait.
+const SOON: Duration = Duration::from_secs(60);
+
+pub(crate) struct Stack {
+    pub(crate) node: Arc<NodeManager>,
+    installation: String,
+    directory: Directory,
+}
+
+/// Ours to remove, or the parent's.
+enum Directory {
+    Own(tempfile::TempDir),
+    Given(PathBuf),
+}
+
+/// Says loudly why a test cannot run here, if it cannot.
+fn lacking() -> Option<String> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("needs root".to_owned());
+    }
+    let Some(store) = templates() else {
+        return Some("SPACE_TEST_TEMPLATES names no template store".to_owned());
+    };
+    let base = store.join("names/base");
+    (!base.is_dir()).then(|| format!("{} has no template \"base\"", store.display()))
+}
+
+fn templates() -> Option<PathBuf> {
+    std::env::var_os("SPACE_TEST_TEMPLATES").map(PathBuf::from)
+}
+
+fn skipped() -> bool {
+    let lacking = lacking();
+    if let Some(reason) = &lacking {
+        println!("SKIPPED: {reason}");
+        eprintln!("SKIPPED: {reason}");
+    }
+    lacking.is_some()
+}
+
+fn directory() -> tempfile::TempDir {
+    // Short, for the sake of socket addresses.
+    let directory = tempfile::Builder::new()
+        .prefix("s")
+        .tempdir_in("/tmp")
+        .expect("a directory");
+    fs_err::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o711)).expect("ours");
+    directory
+}
+
+async fn open(directory: &Path, installation: &str) -> Arc<NodeManager> {
+    let mut config = NodeConfig::new(directory.join("data"), directory.join("run"));
+    // Tests run beside each other, so each has user ids of its own.
+    let offset = installation.bytes().map(u32::from).sum::<u32>() % 50;
+    let first = 300_000 + offset * 100;
+    config.uids = first..first + 99;
+    config.disk_reserve = 64 << 20;
+    let privileges: Arc<dyn Privileges> =
+        Arc::new(LocalPrivileges::new(installation, &config.run_directory).expect("privileges"));
+    let driver = QemuDriver::probe(QemuConfig::default(), privileges.clone())
+        .await
+        .expect("QEMU");
+    let vmm: Arc<dyn Vmm> = Arc::new(driver);
+    let builder = TemplateBuilder::new(VolumeConfig {
+        directory: templates().expect("checked"),
+        cache_directory: directory.join("cache"),
+        daemon_program: PathBuf::new(),
+    });
+    let builder = Arc::new(builder.expect("a template store"));
+    let templates = VolumeTemplates::new(builder, &config, first + 99, vmm.clone(), privileges.clone());
+    NodeManager::open(config, privileges, vmm, Arc::new(templates))
+        .await
+        .expect("opens")
+}
+
+impl Stack {
+    pub(crate) async fn open(name: &str) -> Option<Self> {
+        if skipped() {
+            return None;
+        }
+        // Left over from a run of the tests that was killed, or not there at all.
+        let installation = format!("t{name}");
+        let directory = directory();
+        let node = open(directory.path(), &installation).await;
+        Some(Self {
+            node,
+            installation,
+            directory: Directory::Own(directory),
+        })
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        match &self.directory {
+            Directory::Own(directory) => directory.path(),
+            Directory::Given(directory) => directory,
+        }
+    }
+
+    /// The stack of a process that a test has started in order to kill it.
+    pub(crate) async fn victim() -> Option<Self> {
+        let directory = PathBuf::from(std::env::var_os(VICTIM)?);
+        let installation = "tvictim".to_owned();
+        let node = open(&directory, &installation).await;
+        Some(Self {
+            node,
+            installation,
+            directory: Directory::Given(directory),
+        })
+    }
+
+    pub(crate) fn spawn_victim(test: &str) -> Option<(tempfile::TempDir, Child)> {
+        if skipped() {
+            return None;
+        }
+        let directory = directory();
+        let child = Command::new(std::env::current_exe().expect("known"))
+            .args(["--exact", test, "--nocapture"])
+            .env(VICTIM, directory.path())
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("starts");
+        Some((directory, child))
+    }
+
+    pub(crate) async fn reopen(name: &str, directory: tempfile::TempDir) -> Self {
+        let installation = format!("t{name}");
+        let node = open(directory.path(), &installation).await;
+        let stack = Self {
+            node,
+            installation,
+            directory: Directory::Own(directory),
+        };
+        assert_eq!(stack.machines(), Vec::<String>::new());
+        stack
+    }
+
+    /// The monitor of a sandbox, found as an administrator would.
+    pub(crate) fn monitor(&self, id: &SandboxId) -> Option<Pid> {
+        processes()
+            .into_iter()
+            .find(|(_, arguments)| arguments.contains(&format!("/s/{id}/")) && arguments.contains("qemu"))
+            .and_then(|(pid, _)| Pid::from_raw(pid))
+    }
+
+    /// Monitors, groups and files of this node's sandboxes.
+    fn machines(&self) -> Vec<String> {
+        let run = self.directory().join("run").display().to_string();
+        let mut left: Vec<_> = processes()
+            .into_iter()
+            .filter(|(_, arguments)| arguments.contains(&run))
+            .map(|(pid, arguments)| format!("process {pid}: {arguments}"))
+            .collect();
+        let prefix = format!("space-{}", self.installation);
+        for hierarchy in fs_err::read_dir("/sys/fs/cgroup").expect("mounted").flatten() {
+            for parent in [hierarchy.path(), PathBuf::from("/sys/fs/cgroup")] {
+                for child in fs_err::read_dir(parent.join(&prefix))
+                    .into_iter()
+                    .flatten()
+                    .flatten()
+                {
+                    if child.path().is_dir() {
+                        left.push(format!("group {}", child.path().display()));
+                    }
+                }
+            }
+        }
+        for parent in ["run/s", "data/disks"] {
+            for entry in fs_err::read_dir(self.directory().join(parent))
+                .into_iter()
+                .flatten()
+                .flatten()
+            {
+                left.push(format!("file {}", entry.path().display()));
+            }
+        }
+        left.sort();
+        left.dedup();
+        left
+    }
+
+    /// Checks that the sandboxes are gone, shuts down, and checks that everything is.
+    pub(crate) async fn close(self) {
+        let live: Vec<_> = self
+            .node
+            .list()
+            .await
+            .into_iter()
+            .map(|status| status.id)
+            .collect();
+        if live.is_empty() {
+            assert_eq!(self.machines(), Vec::<String>::new());
+        }
+        within(self.node.shutdown()).await;
+        let mut left = self.machines();
+        let prefix = format!("space-{}-", self.installation);
+        for entry in fs_err::read_dir("/run/netns").into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(&prefix) {
+                left.push(format!("namespace {}", entry.path().display()));
+            }
+        }
+        let mounts = fs_err::read_to_string("/proc/self/mounts").expect("there");
+        left.extend(
+            mounts
+                .lines()
+                .filter(|mount| mount.contains(&prefix))
+                .map(|mount| format!("mount {mount}")),
+        );
+        assert_eq!(left, Vec::<String>::new());
+    }
+}
+
+fn processes() -> Vec<(i32, String)> {
+    let mut all = Vec::new();
+    for entry in fs_err::read_dir("/proc").expect("mounted").flatten() {
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() else {
+            continue;
+        };
+        let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else {
+            continue;
+        };
+        if pid != i32::try_from(std::process::id()).unwrap_or_default() {
+            all.push((pid, String::from_utf8_lossy(&arguments).replace('\0', " ")));
+        }
+    }
+    all
+}
+
+pub(crate) fn request() -> CreateSandbox {
+    CreateSandbox {
+        id: SandboxId::random(),
+        project: ProjectId::random(),
+        template: "base".to_owned(),
+        size: None,
+        generation: 1,
+        environment: BTreeMap::new(),
+        deadline: Timestamp::now() + 1.hour(),
+    }
+}
+
+pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(SOON, future)
+        .await
+        .expect("it takes too long")
+}
+
+/// Waits until something holds.
+pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < SOON, "it never came to be: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
