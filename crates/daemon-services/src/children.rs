@@ -18,8 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
+
+use crate::descriptor;
 
 /// How a child ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +63,7 @@ impl Children {
         }
     }
 
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.lock().waiting.len()
     }
@@ -201,7 +203,7 @@ impl Child {
             mut receiver,
             children,
         } = self;
-        let watched = match AsyncFd::with_interest(pidfd, Interest::READABLE) {
+        let watched = match descriptor::watch(pidfd, Interest::READABLE) {
             Ok(watched) => watched,
             Err(error) => {
                 tracing::warn!(pid, %error, "cannot watch a child, relying on the reaper");

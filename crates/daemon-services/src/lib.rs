@@ -34,14 +34,20 @@ use axum::Router;
 
 use self::children::Children;
 use self::core::Core;
+use self::files::Files;
 use self::process::Processes;
+use self::usage::Meter;
 
 mod account;
 mod children;
 mod core;
+mod descriptor;
+mod files;
+mod identity;
 mod paths;
 mod process;
 mod routes;
+mod usage;
 
 /// The version of the guest service that is told to clients; E2B's SDKs choose features by it.
 pub const ENVD_VERSION: &str = "0.6.13";
@@ -90,6 +96,8 @@ pub struct Services {
     core: Arc<Core>,
     children: Arc<Children>,
     processes: Arc<Processes>,
+    files: Arc<Files>,
+    meter: Arc<Meter>,
 }
 
 impl Services {
@@ -99,10 +107,13 @@ impl Services {
         let core = Arc::new(Core::new(config));
         let children = Arc::<Children>::default();
         let processes = Arc::new(Processes::new(Arc::clone(&core), Arc::clone(&children)));
+        let files = Arc::new(Files::new(Arc::clone(&core)));
         Arc::new(Self {
             core,
             children,
             processes,
+            files,
+            meter: Arc::default(),
         })
     }
 

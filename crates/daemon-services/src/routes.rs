@@ -1,18 +1,20 @@
 //! The routes: which path leads to which service, and who may take it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::Request;
+use axum::extract::{DefaultBodyLimit, Request};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
+use bytes::Bytes;
 use connectrpc::{CompressionPolicy, ConnectRpcService, Limits};
 use http::{Method, StatusCode};
-use space_proto::process::ProcessExt;
+use serde::Deserialize;
 
 use crate::core::Core;
-use crate::{Origin, Services, process};
+use crate::{ENVD_VERSION, Origin, Services, files, process};
 
 const TOKEN_HEADER: &str = "x-access-token";
 /// The largest message that carries a file name, a program or a piece of its input, in bytes.
@@ -28,25 +30,96 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
             .with_max_message_size(size)
             .with_element_memory_limit(2 * size)
     };
-    let process = Arc::new(process::Service(Arc::clone(&services.processes)));
-    let connect = process
-        .register(connectrpc::Router::new())
+    let connect = connectrpc::Router::new()
+        .add_service(Arc::new(process::Service(Arc::clone(&services.processes))))
+        .add_service(Arc::new(files::Service(Arc::clone(&services.files))))
         .with_route_limits("/process.Process/Start", large(MAX_START_MESSAGE))
         .with_route_limits("/process.Process/SendInput", large(MAX_INPUT_MESSAGE))
         .with_route_limits("/process.Process/StreamInput", large(MAX_INPUT_MESSAGE));
     // The channel is a memory copy: compressing would only cost time.
     let connect = ConnectRpcService::new(connect).with_compression_policy(CompressionPolicy::disabled());
 
+    let (core, meter) = (Arc::clone(&services.core), Arc::clone(&services.meter));
+    let (reading, writing, joining) = (
+        Arc::clone(&services.files),
+        Arc::clone(&services.files),
+        Arc::clone(&services.files),
+    );
+    let transfer = get(move |request| files::download(Arc::clone(&reading), request))
+        .post(move |request| files::upload(Arc::clone(&writing), request));
     let router = Router::new()
         .route("/health", get(|| async { StatusCode::NO_CONTENT }))
-        .fallback_service(connect);
+        .route(
+            "/metrics",
+            get(move || async move { axum::Json(meter.measure()) }),
+        )
+        .route(
+            "/envs",
+            get(move || async move { axum::Json(core.defaults().environment) }),
+        )
+        .route("/files", transfer)
+        .route(
+            "/files/compose",
+            post(move |request| files::compose(Arc::clone(&joining), request)),
+        )
+        // The guest's disk is the limit of a file, and the services read bodies piece by piece.
+        .layer(DefaultBodyLimit::disable());
+
     let core = Arc::clone(&services.core);
     match origin {
-        Origin::Channel => router,
-        Origin::Loopback => router.layer(axum::middleware::from_fn(move |request, next| {
-            guard(Arc::clone(&core), request, next)
-        })),
+        Origin::Channel => {
+            let initialise = post(move |body| init(Arc::clone(&core), body));
+            router.route("/init", initialise).fallback_service(connect)
+        }
+        Origin::Loopback => {
+            let router = router.fallback_service(connect);
+            router.layer(axum::middleware::from_fn(move |request, next| {
+                guard(Arc::clone(&core), request, next)
+            }))
+        }
     }
+}
+
+/// What the host may set. Everything else that E2B's service takes here is the host's own business
+/// in this system.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Init {
+    env_vars: Option<BTreeMap<String, String>>,
+    default_user: Option<String>,
+    default_workdir: Option<String>,
+}
+
+async fn init(core: Arc<Core>, body: Bytes) -> Response {
+    let init: Init = match serde_json::from_slice(if body.is_empty() { b"{}" } else { &body }) {
+        Ok(init) => init,
+        Err(error) => {
+            return refuse(
+                StatusCode::BAD_REQUEST,
+                &format!("the body is not valid: {error}"),
+            );
+        }
+    };
+    core.change(|defaults| {
+        if let Some(variables) = init.env_vars {
+            defaults.environment.extend(variables);
+        }
+        if let Some(user) = init.default_user.filter(|user| !user.is_empty()) {
+            defaults.user = user;
+        }
+        if let Some(workdir) = init.default_workdir {
+            defaults.workdir = Some(workdir).filter(|workdir| !workdir.is_empty());
+        }
+    });
+    (StatusCode::NO_CONTENT, [("x-envd-version", ENVD_VERSION)]).into_response()
+}
+
+fn refuse(status: StatusCode, message: &str) -> Response {
+    (
+        status,
+        axum::Json(serde_json::json!({ "code": status.as_u16(), "message": message })),
+    )
+        .into_response()
 }
 
 /// Lets loopback callers in only with the guest's token.
@@ -61,11 +134,8 @@ async fn guard(core: Arc<Core>, request: Request, next: Next) -> Response {
         .unwrap_or_default();
     let wanted = core.defaults().guest_token.unwrap_or_default();
     if wanted.is_empty() || !same(given, wanted.as_bytes()) {
-        let body = axum::Json(serde_json::json!({
-            "code": 401,
-            "message": "unauthorized: send the token of /run/space/token in the header X-Access-Token",
-        }));
-        return (StatusCode::UNAUTHORIZED, body).into_response();
+        let message = "unauthorized: send the token of /run/space/token in the header X-Access-Token";
+        return refuse(StatusCode::UNAUTHORIZED, message);
     }
     next.run(request).await
 }

@@ -12,12 +12,15 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
+use tokio::time::timeout;
+
+use crate::descriptor;
 
 /// Groups kept ready. Two cover a command that is started while the first refill still runs.
 const SPARES: usize = 2;
 /// A control file that answers more than this is not one of the kernel's.
 const MAX_CONTROL_FILE: u64 = 1 << 20;
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The parent of all groups.
 #[derive(Debug)]
@@ -125,26 +128,22 @@ impl Group {
 
     /// Waits until nothing lives in the group.
     pub(crate) async fn emptied(&self) -> io::Result<()> {
-        let events = AsyncFd::with_interest(
-            fs::File::open(self.path.join("cgroup.events"))?,
-            Interest::PRIORITY,
-        )?;
-        loop {
-            if !self.is_populated() {
-                return Ok(());
-            }
+        if !self.is_populated() {
+            return Ok(());
+        }
+        let file = fs::File::open(self.path.join("cgroup.events"))?;
+        let events = descriptor::watch(file.into(), Interest::PRIORITY)?;
+        let mut content = [0; 256];
+        // Each reading through the same descriptor arms its next event.
+        rustix::io::pread(&events, &mut content, 0)?;
+        while self.is_populated() {
             // The kernel may fold several changes into one event: look again every now and then.
-            let ready = tokio::time::timeout(Duration::from_secs(10), events.ready(Interest::PRIORITY)).await;
-            if let Ok(ready) = ready {
+            if let Ok(ready) = timeout(LOOK_AGAIN, events.ready(Interest::PRIORITY)).await {
                 ready?.clear_ready();
-                // The descriptor stays "ready" until its content is read through it.
-                let mut content = String::new();
-                use std::io::Seek;
-                let mut file = events.get_ref();
-                file.rewind()?;
-                file.take(MAX_CONTROL_FILE).read_to_string(&mut content)?;
+                rustix::io::pread(&events, &mut content, 0)?;
             }
         }
+        Ok(())
     }
 
     fn read(&self, name: &str) -> io::Result<String> {

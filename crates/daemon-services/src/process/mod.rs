@@ -38,7 +38,7 @@ mod log;
 mod run;
 mod service;
 
-pub(crate) use self::service::Service;
+pub(crate) use self::service::{Service, deadline, keepalive};
 mod source;
 mod subscription;
 mod terminal;

@@ -121,7 +121,7 @@ impl Process {
     }
 }
 
-fn keepalive(context: &RequestContext) -> Duration {
+pub(crate) fn keepalive(context: &RequestContext) -> Duration {
     let asked = context
         .header(KEEPALIVE_HEADER)
         .and_then(|value| value.to_str().ok()?.trim().parse().ok());
@@ -130,7 +130,7 @@ fn keepalive(context: &RequestContext) -> Duration {
     })
 }
 
-fn deadline(context: &RequestContext) -> Option<Instant> {
+pub(crate) fn deadline(context: &RequestContext) -> Option<Instant> {
     context.deadline().map(Instant::from_std)
 }
 

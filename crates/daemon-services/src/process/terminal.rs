@@ -8,6 +8,8 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use crate::descriptor;
+
 /// A size that no real screen exceeds; larger values overflow programs' arithmetic.
 const MAX_SIDE: u32 = 10_000;
 const DEFAULT_COLUMNS: u16 = 80;
@@ -56,7 +58,7 @@ impl Terminal {
         rustix::io::ioctl_fionbio(&main, true)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         let terminal = Self {
-            main: AsyncFd::with_interest(main, interest)?,
+            main: descriptor::watch(main, interest)?,
         };
         terminal.resize(size)?;
         Ok((terminal, peer))
