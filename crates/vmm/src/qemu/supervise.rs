@@ -141,7 +141,7 @@ fn guest_end(reason: &str, console: &str) -> ExitReason {
     let panicked = reason == "guest-panic" || (reason.starts_with("guest-reset") && console.contains(PANIC));
     match reason {
         _ if panicked => ExitReason::GuestPanicked {
-            console: end_of(console),
+            console: last_words(console),
         },
         "guest-shutdown" | "guest-reset" => ExitReason::GuestShutdown,
         // A signal from outside, or our own `quit`, neither of which is sent.
