@@ -8,8 +8,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use space_client::{Client, CollectLimits, Command, Sandbox, SandboxOptions};
 
 use crate::{
-    floor,
-    machine::{TemplateFiles, WorkDirectory},
+    cold, floor,
+    machine::Host,
     report::{CurvePoint, Report},
     statistics::Times,
 };
@@ -17,27 +17,28 @@ use crate::{
 /// How long a sandbox of the benchmark lives at most, should the benchmark die.
 const LIFETIME: Duration = Duration::from_secs(600);
 
-/// Makes and ends one sandbox, so that files are in the page cache and connections are open.
-pub(crate) async fn warm_up(client: &Client) -> Result<()> {
+/// Makes and ends one sandbox, so that files are in the page cache and connections are open; and makes sure that its
+/// machine is the floor's.
+pub(crate) async fn warm_up(client: &Client, host: &Host) -> Result<()> {
     let sandbox = create(client).await.context("the first create failed")?;
-    end(client, &sandbox).await
+    let same = host.compare(sandbox.id().as_str());
+    end(client, &sandbox).await?;
+    same
 }
 
 /// Alternates the floor with creates through the platform.
-pub(crate) async fn against_floor(
-    client: &Client,
-    template: &TemplateFiles,
-    work: &WorkDirectory,
-    n: u32,
-    report: &mut Report,
-) -> Result<()> {
+pub(crate) async fn against_floor(client: &Client, host: &Host, n: u32, report: &mut Report) -> Result<()> {
     let bar = progress("floor and platform", n);
-    let (mut answers, mut acknowledged, mut ready, mut node) =
-        (Times::default(), Times::default(), Times::default(), Times::default());
+    let (mut answers, mut acknowledged, mut ready, mut node) = (
+        Times::default(),
+        Times::default(),
+        Times::default(),
+        Times::default(),
+    );
     // The first floor start reads what the platform does not, such as the benchmark's own pages.
-    drop(floor::restore(template, work)?);
+    drop(floor::restore(host).await?);
     for _ in 0..n {
-        let floor = floor::restore(template, work)?;
+        let floor = floor::restore(host).await?;
         answers.push(floor.times.answer);
         acknowledged.push(floor.times.ready);
         floor.end()?;
@@ -62,18 +63,11 @@ pub(crate) async fn against_floor(
 }
 
 /// Boots the same machine without a snapshot.
-pub(crate) fn cold_boots(
-    template: &TemplateFiles,
-    work: &WorkDirectory,
-    n: u32,
-    report: &mut Report,
-) -> Result<()> {
+pub(crate) async fn cold_boots(host: &Host, n: u32, report: &mut Report) -> Result<()> {
     let bar = progress("cold boots", n);
     let mut times = Times::default();
     for _ in 0..n {
-        let machine = floor::boot(template, work)?;
-        times.push(machine.times.answer);
-        machine.end()?;
+        times.push(cold::boot(host).await?);
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -127,7 +121,11 @@ pub(crate) async fn curve(client: &Client, largest: u32, rounds: u32, report: &m
             }
         }
         let per_second = f64::from(at_once * rounds) / busy.as_secs_f64();
-        report.curve(CurvePoint { at_once, per_second, latency });
+        report.curve(CurvePoint {
+            at_once,
+            per_second,
+            latency,
+        });
         bar.inc(1);
         at_once *= 2;
     }
@@ -138,7 +136,10 @@ pub(crate) async fn curve(client: &Client, largest: u32, rounds: u32, report: &m
 /// Commands in a sandbox that has run them before.
 pub(crate) async fn round_trips(client: &Client, n: u32, report: &mut Report) -> Result<()> {
     let sandbox = create(client).await?;
-    for (key, command) in [("exec", Command::new("/bin/true")), ("exec_shell", Command::shell("true"))] {
+    for (key, command) in [
+        ("exec", Command::new("/bin/true")),
+        ("exec_shell", Command::shell("true")),
+    ] {
         let bar = progress(key, n);
         for _ in 0..5 {
             run(&sandbox, &command).await?;
@@ -158,20 +159,31 @@ pub(crate) async fn round_trips(client: &Client, n: u32, report: &mut Report) ->
 
 /// Makes a sandbox of the template `base`.
 pub(crate) async fn create(client: &Client) -> Result<Sandbox> {
-    let options = SandboxOptions { timeout: Some(LIFETIME), ..SandboxOptions::default() };
+    let options = SandboxOptions {
+        timeout: Some(LIFETIME),
+        ..SandboxOptions::default()
+    };
     Ok(client.create(&options).await?)
 }
 
 /// Ends one, which must still be there.
 pub(crate) async fn end(client: &Client, sandbox: &Sandbox) -> Result<()> {
-    ensure!(client.delete(sandbox.id()).await?, "sandbox {} was gone already", sandbox.id());
+    ensure!(
+        client.delete(sandbox.id()).await?,
+        "sandbox {} was gone already",
+        sandbox.id()
+    );
     Ok(())
 }
 
 /// Runs a command that must succeed.
 pub(crate) async fn run(sandbox: &Sandbox, command: &Command) -> Result<()> {
     let output = sandbox.run(command, CollectLimits::default()).await?;
-    ensure!(output.end.exit_code == 0, "a command failed: {}", output.stderr.text());
+    ensure!(
+        output.end.exit_code == 0,
+        "a command failed: {}",
+        output.stderr.text()
+    );
     Ok(())
 }
 

@@ -20,7 +20,7 @@ use tokio::{io::AsyncWriteExt as _, net::UnixStream};
 
 use crate::{
     create, floor,
-    machine::{TemplateFiles, WorkDirectory},
+    machine::Host,
     memory::mebibytes,
     report::{Figure, Report},
 };
@@ -30,31 +30,38 @@ const LIMIT: Duration = Duration::from_secs(300);
 const PATH: &str = "/tmp/space-bench";
 
 /// Measures all three, `mib` MiB each way.
-pub(crate) async fn throughput(
-    client: &Client,
-    template: &TemplateFiles,
-    work: &WorkDirectory,
-    mib: usize,
-    report: &mut Report,
-) -> Result<()> {
+pub(crate) async fn throughput(client: &Client, host: &Host, mib: usize, report: &mut Report) -> Result<()> {
     let mut content = vec![0; mib << 20];
     rand::rng().fill_bytes(&mut content);
     let content = Bytes::from(content);
     let mut figure = |key, what, took: Duration| {
         let bytes = u64::try_from(content.len()).unwrap_or(u64::MAX);
-        report.figure(Figure { key, what, value: mebibytes(bytes) / took.as_secs_f64(), unit: "MiB/s" });
+        report.figure(Figure {
+            key,
+            what,
+            value: mebibytes(bytes) / took.as_secs_f64(),
+            unit: "MiB/s",
+        });
     };
 
-    let machine = floor::restore(template, work)?;
-    let mut stream = UnixStream::connect(machine.data_socket()).await.context("cannot open the data port")?;
+    let machine = floor::restore(host).await?;
+    let port = machine.data_port()?;
+    port.set_nonblocking(true).context("cannot open the data port")?;
+    let mut stream = UnixStream::from_std(port).context("cannot open the data port")?;
     let begin = Instant::now();
     let raw = async {
         // Until the guest has seen the nonce it reads and drops everything.
         stream.write_all(&content).await?;
         anyhow::Ok(space_channel::open_data(stream, machine.nonce(), LIMIT).await?)
     };
-    let data = tokio::time::timeout(LIMIT, raw).await.context("the raw channel took too long")??;
-    figure("files.raw_write_mib_s", "channel alone, to the guest", begin.elapsed());
+    let data = tokio::time::timeout(LIMIT, raw)
+        .await
+        .context("the raw channel took too long")??;
+    figure(
+        "files.raw_write_mib_s",
+        "channel alone, to the guest",
+        begin.elapsed(),
+    );
 
     let (mut daemon, connection) = hyper::client::conn::http2::Builder::new(TokioExecutor::new())
         .initial_stream_window_size(STREAM_WINDOW)
@@ -66,11 +73,19 @@ pub(crate) async fn throughput(
     let connection = tokio::spawn(connection);
     let begin = Instant::now();
     let answer = ask(&mut daemon, "POST", content.clone()).await?;
-    figure("files.channel_write_mib_s", "channel and daemon, write", begin.elapsed());
+    figure(
+        "files.channel_write_mib_s",
+        "channel and daemon, write",
+        begin.elapsed(),
+    );
     ensure!(!answer.is_empty(), "the daemon did not confirm the file");
     let begin = Instant::now();
     let read = ask(&mut daemon, "GET", Bytes::new()).await?;
-    figure("files.channel_read_mib_s", "channel and daemon, read", begin.elapsed());
+    figure(
+        "files.channel_read_mib_s",
+        "channel and daemon, read",
+        begin.elapsed(),
+    );
     ensure!(read == content, "the daemon gave other bytes than were written");
     drop(daemon);
     machine.end()?;
@@ -98,8 +113,14 @@ async fn ask(daemon: &mut SendRequest<Full<Bytes>>, method: &str, body: Bytes) -
         let answer = daemon.send_request(request).await?;
         let status = answer.status();
         let body = answer.into_body().collect().await?.to_bytes();
-        ensure!(status.is_success(), "the daemon answered {status}: {}", String::from_utf8_lossy(&body));
+        ensure!(
+            status.is_success(),
+            "the daemon answered {status}: {}",
+            String::from_utf8_lossy(&body)
+        );
         Ok(body)
     };
-    tokio::time::timeout(LIMIT, exchange).await.context("the daemon took too long")?
+    tokio::time::timeout(LIMIT, exchange)
+        .await
+        .context("the daemon took too long")?
 }

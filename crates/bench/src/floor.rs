@@ -1,16 +1,16 @@
 //! The restore floor: the same machine, started by the smallest harness there can be.
 //!
 //! One process spawned with the arguments in `floor.args`, blocking QMP, one hello. No cgroup, no namespace entered, no
-//! database, no HTTP, no async runtime: what is left is what QEMU and the guest themselves take.
+//! other user, no database, no HTTP, no async runtime: what is left is what QEMU and the guest themselves take. What the
+//! driver does to be quick is done here too: sockets are connected and first messages written before the process runs.
 //!
 //! ```text
-//!  t0 ── spawn ── QMP: capability, incoming, cont ── HelloAck ─ t answer ── identity ── Ack ─ t ready
+//!  t0 ── spawn ── QMP: greeting, state loaded, cont ── HelloAck ─ t answer ── identity ── Ack ─ t ready
 //! ```
 
 use std::{
-    io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
-    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -19,18 +19,16 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rand::RngCore as _;
 use serde_json::{Value, json};
 use space_channel::{
-    FrameDecoder, GuestMessage, Hello, HostMessage, Identity, IdentityMode, Nonce, PROTOCOL_MAX, PROTOCOL_MIN,
-    Status, frame::MAX_FRAME, message::ENTROPY_LENGTH,
+    FrameDecoder, GuestMessage, Hello, HostMessage, Identity, IdentityMode, Nonce, PROTOCOL_MAX,
+    PROTOCOL_MIN, Status, frame::MAX_FRAME, message::ENTROPY_LENGTH,
 };
 
-use crate::machine::{Layout, TemplateFiles, WorkDirectory};
+use crate::machine::{Host, Prepared};
 
 /// How long anything of a restored machine may take.
-const RESTORE_LIMIT: Duration = Duration::from_secs(20);
-/// How long a cold boot may take under emulation.
-const BOOT_LIMIT: Duration = Duration::from_secs(120);
-/// Between two looks for a socket or a state; an eighth of a percent of the floor.
-const PAUSE: Duration = Duration::from_micros(60);
+const LIMIT: Duration = Duration::from_secs(20);
+/// Between two looks whether the state is loaded.
+const PAUSE: Duration = Duration::from_micros(200);
 
 /// When a machine had got how far, since just before its process was spawned.
 #[derive(Debug, Clone, Copy)]
@@ -43,131 +41,138 @@ pub(crate) struct FloorTimes {
 
 /// A machine of the floor; killed when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct Floor {
     pub(crate) times: FloorTimes,
-    process: Child,
-    layout: Layout,
+    process: Process,
+    prepared: Prepared,
     nonce: Nonce,
-    // Held open as long as the machine is used.
-    _control: UnixStream,
 }
 
-impl Machine {
+impl Floor {
     /// The nonce of its hello, which opens the data port.
     pub(crate) fn nonce(&self) -> &Nonce {
         &self.nonce
     }
 
-    /// Its data port.
-    pub(crate) fn data_socket(&self) -> &Path {
-        &self.layout.data
+    /// A stream to its data port.
+    pub(crate) fn data_port(&self) -> Result<UnixStream> {
+        self.prepared
+            .data
+            .client
+            .try_clone()
+            .context("cannot copy a socket")
     }
 
     /// Ends it and removes its files.
     pub(crate) fn end(mut self) -> Result<()> {
-        self.process.kill().context("cannot kill a machine of the floor")?;
-        self.process.wait().context("cannot wait for a machine of the floor")?;
+        self.process
+            .0
+            .kill()
+            .context("cannot kill a machine of the floor")?;
+        self.process
+            .0
+            .wait()
+            .context("cannot wait for a machine of the floor")?;
         Ok(())
     }
 }
 
-impl Drop for Machine {
+/// Killed when it is dropped.
+#[derive(Debug)]
+struct Process(Child);
+
+impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail when `end` was called before, and that is fine.
-        drop(self.process.kill());
-        drop(self.process.wait());
+        // Both fail when it has been waited for, and that is fine.
+        drop(self.0.kill());
+        drop(self.0.wait());
     }
 }
 
 /// Starts a machine from the template's snapshot.
-pub(crate) fn restore(template: &TemplateFiles, work: &WorkDirectory) -> Result<Machine> {
-    let layout = template.prepare(work)?;
-    let arguments = template.restore_arguments(&layout)?;
-    start(&template.qemu, &arguments, layout, RESTORE_LIMIT, |monitor| {
-        monitor.command("migrate-set-capabilities", json!({
-            "capabilities": [{"capability": "x-ignore-shared", "state": true}],
-        }))?;
-        monitor.command("migrate-incoming", json!({"uri": format!("file:{}", template.state.display())}))?;
-        monitor.until_loaded()?;
-        monitor.command("cont", json!({}))
+pub(crate) async fn restore(host: &Host) -> Result<Floor> {
+    let prepared = host.prepare().await?;
+    let log = prepared.directory.join("log");
+    start(prepared).map_err(|error| {
+        let said = std::fs::read(&log).unwrap_or_default();
+        error.context(format!(
+            "a machine of the floor did not start: {}",
+            String::from_utf8_lossy(&said).trim()
+        ))
     })
 }
 
-/// Boots the same machine from its kernel.
-pub(crate) fn boot(template: &TemplateFiles, work: &WorkDirectory) -> Result<Machine> {
-    let layout = template.prepare(work)?;
-    let arguments = template.boot_arguments(&layout)?;
-    start(&template.qemu, &arguments, layout, BOOT_LIMIT, |_| Ok(()))
-}
-
-fn start(
-    qemu: &Path,
-    arguments: &[String],
-    layout: Layout,
-    limit: Duration,
-    go: impl FnOnce(&mut Monitor) -> Result<()>,
-) -> Result<Machine> {
-    let log = std::fs::File::create(layout.directory.join("log")).context("cannot make the machine's log")?;
+fn start(prepared: Prepared) -> Result<Floor> {
+    let log = fs_err::File::create(prepared.directory.join("log"))?.into_file();
     let nonce = Nonce::random()?;
-    let begin = Instant::now();
-    let process = Command::new(qemu)
-        .args(arguments)
-        .stdin(Stdio::null())
+    let mut monitor = Monitor::new(&prepared.monitor.client)?;
+    let control = prepared
+        .control
+        .client
+        .try_clone()
+        .context("cannot copy a socket")?;
+    control
+        .set_read_timeout(Some(LIMIT))
+        .context("cannot set a time limit")?;
+    let mut input = Input {
+        stream: control,
+        decoder: FrameDecoder::new(),
+    };
+    let hello = hello(nonce)?;
+    let mut command = Command::new(&prepared.qemu);
+    command.args(&prepared.arguments).stdin(Stdio::null());
+    command
         .stdout(log.try_clone().context("cannot copy a descriptor")?)
-        .stderr(log)
-        .spawn()
-        .with_context(|| format!("cannot start {}", qemu.display()))?;
-    // From here on a failure ends the process through the guard.
-    let mut guard = Starting { process: Some(process), log: layout.directory.join("log") };
-    let result = (|| {
-        let deadline = begin + limit;
-        let mut monitor = Monitor::connect(&layout.qmp, deadline)?;
-        let mut control = connect(&layout.control, deadline)?;
-        control.set_read_timeout(Some(limit)).context("cannot set a time limit")?;
-        // Written before the guest runs: it waits in the port, and one wake-up of the guest is saved.
-        control.write_all(&hello(&nonce)?).context("cannot write to the control port")?;
-        go(&mut monitor)?;
-        let mut input = Input { stream: control, decoder: FrameDecoder::new() };
-        input.until(|message| match message {
-            GuestMessage::HelloAck(ack) if ack.nonce_echo == nonce => Ok(true),
-            _ => Ok(false),
-        })?;
-        let answer = begin.elapsed();
-        input.stream.write_all(&identity()?).context("cannot write to the control port")?;
-        input.until(|message| match message {
-            GuestMessage::Ack { of_sequence: 1, status, .. } => {
-                ensure!(status == Status::Ok, "the daemon refused its identity: {status:?}");
-                Ok(true)
-            }
-            _ => Ok(false),
-        })?;
-        Ok((FloorTimes { answer, ready: begin.elapsed() }, input.stream))
-    })();
-    match result {
-        Ok((times, control)) => {
-            let process = guard.process.take().context("the process is gone")?;
-            Ok(Machine { times, process, layout, nonce, _control: control })
-        }
-        Err(error) => {
-            let said = std::fs::read(&guard.log).unwrap_or_default();
-            Err(error.context(format!("a machine of the floor did not start; it said: {}", String::from_utf8_lossy(&said).trim())))
-        }
-    }
-}
+        .stderr(log);
 
-/// A process that is killed unless it is taken out.
-struct Starting {
-    process: Option<Child>,
-    log: PathBuf,
-}
-
-impl Drop for Starting {
-    fn drop(&mut self) {
-        if let Some(process) = &mut self.process {
-            drop(process.kill());
-            drop(process.wait());
-        }
+    let begin = Instant::now();
+    monitor.write("qmp_capabilities")?;
+    monitor.write("query-status")?;
+    input
+        .stream
+        .write_all(&hello)
+        .context("cannot write to the control port")?;
+    let process = Process(
+        command
+            .spawn()
+            .with_context(|| format!("cannot start {}", prepared.qemu.display()))?,
+    );
+    monitor.answer("qmp_capabilities")?;
+    while monitor.answer("query-status")?["status"] == "inmigrate" {
+        std::thread::sleep(PAUSE);
+        monitor.write("query-status")?;
     }
+    monitor.write("cont")?;
+    input.until(|message| Ok(matches!(message, GuestMessage::HelloAck(ack) if ack.nonce_echo == nonce)))?;
+    let answer = begin.elapsed();
+    input
+        .stream
+        .write_all(&identity()?)
+        .context("cannot write to the control port")?;
+    input.until(|message| match message {
+        GuestMessage::Ack {
+            of_sequence: 1,
+            status,
+            detail,
+        } => {
+            ensure!(
+                status == Status::Ok,
+                "the daemon refused its identity: {status:?} {detail}"
+            );
+            Ok(true)
+        }
+        _ => Ok(false),
+    })?;
+    let times = FloorTimes {
+        answer,
+        ready: begin.elapsed(),
+    };
+    Ok(Floor {
+        times,
+        process,
+        prepared,
+        nonce,
+    })
 }
 
 /// A blocking QMP connection.
@@ -177,50 +182,38 @@ struct Monitor {
 }
 
 impl Monitor {
-    fn connect(socket: &Path, deadline: Instant) -> Result<Self> {
-        let writer = connect(socket, deadline)?;
-        writer
-            .set_read_timeout(Some(deadline.saturating_duration_since(Instant::now())))
+    fn new(socket: &UnixStream) -> Result<Self> {
+        let copy = || socket.try_clone().context("cannot copy a socket");
+        socket
+            .set_read_timeout(Some(LIMIT))
             .context("cannot set a time limit")?;
-        let reader = BufReader::new(writer.try_clone().context("cannot copy a socket")?);
-        let mut monitor = Self { reader, writer };
-        monitor.read()?;
-        monitor.command("qmp_capabilities", json!({}))?;
-        Ok(monitor)
+        Ok(Self {
+            reader: BufReader::new(copy()?),
+            writer: copy()?,
+        })
     }
 
-    fn read(&mut self) -> Result<Value> {
-        let mut line = String::new();
-        let read = self.reader.read_line(&mut line).context("QMP gave no answer")?;
-        ensure!(read > 0, "QMP was closed");
-        serde_json::from_str(&line).context("QMP gave no JSON")
+    fn write(&mut self, command: &str) -> Result<()> {
+        let line = json!({"execute": command}).to_string();
+        self.writer
+            .write_all(line.as_bytes())
+            .context("cannot write to QMP")
     }
 
-    fn ask(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        let mut line = json!({"execute": command, "arguments": arguments}).to_string();
-        line.push('\n');
-        self.writer.write_all(line.as_bytes()).context("cannot write to QMP")?;
+    /// The next answer; the greeting and events are passed over.
+    fn answer(&mut self, command: &str) -> Result<Value> {
         loop {
-            let mut answer = self.read()?;
-            if let Some(error) = answer.get("error") {
+            let mut line = String::new();
+            let read = self.reader.read_line(&mut line).context("QMP gave no answer")?;
+            ensure!(read > 0, "QMP was closed");
+            let mut message: Value = serde_json::from_str(&line).context("QMP gave no JSON")?;
+            if let Some(error) = message.get("error") {
                 bail!("QEMU refused {command}: {error}");
             }
-            if let Some(value) = answer.get_mut("return") {
+            if let Some(value) = message.get_mut("return") {
                 return Ok(value.take());
             }
-            // Anything else is an event.
         }
-    }
-
-    fn command(&mut self, command: &str, arguments: Value) -> Result<()> {
-        self.ask(command, arguments).map(drop)
-    }
-
-    fn until_loaded(&mut self) -> Result<()> {
-        while self.ask("query-status", json!({}))?["status"] == "inmigrate" {
-            std::thread::sleep(PAUSE);
-        }
-        Ok(())
     }
 }
 
@@ -234,7 +227,10 @@ impl Input {
     fn until(&mut self, mut wanted: impl FnMut(GuestMessage) -> Result<bool>) -> Result<()> {
         let mut buffer = [0; MAX_FRAME];
         loop {
-            let read = self.stream.read(&mut buffer).context("the guest gave no answer")?;
+            let read = self
+                .stream
+                .read(&mut buffer)
+                .context("the guest gave no answer")?;
             ensure!(read > 0, "the control port was closed");
             let mut input = &buffer[..read];
             while let Some(frame) = self.decoder.next(&mut input) {
@@ -246,21 +242,13 @@ impl Input {
     }
 }
 
-fn connect(socket: &Path, deadline: Instant) -> Result<UnixStream> {
-    loop {
-        match UnixStream::connect(socket) {
-            Ok(stream) => return Ok(stream),
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
-                ensure!(Instant::now() < deadline, "{} does not appear", socket.display());
-                std::thread::sleep(PAUSE);
-            }
-            Err(error) => return Err(error).with_context(|| format!("cannot connect to {}", socket.display())),
-        }
-    }
-}
-
-fn hello(nonce: &Nonce) -> Result<Vec<u8>> {
-    let hello = Hello { protocol_min: PROTOCOL_MIN, protocol_max: PROTOCOL_MAX, nonce: nonce.clone(), generation: 1 };
+fn hello(nonce: Nonce) -> Result<Vec<u8>> {
+    let hello = Hello {
+        protocol_min: PROTOCOL_MIN,
+        protocol_max: PROTOCOL_MAX,
+        nonce,
+        generation: 1,
+    };
     let mut frame = Vec::new();
     HostMessage::Hello(hello).encode(0, &mut frame)?;
     Ok(frame)
@@ -269,7 +257,9 @@ fn hello(nonce: &Nonce) -> Result<Vec<u8>> {
 fn identity() -> Result<Vec<u8>> {
     let mut entropy = [0; ENTROPY_LENGTH];
     rand::rng().fill_bytes(&mut entropy);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .context("the clock is before 1970")?;
     let identity = Identity {
         mode: IdentityMode::New,
         realtime_ns: u64::try_from(now.as_nanos()).context("the clock is after 2500")?,

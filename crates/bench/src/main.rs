@@ -6,12 +6,14 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the tables are its output")]
 
+mod cold;
 mod conditions;
 mod create;
 mod files;
 mod floor;
 mod machine;
 mod memory;
+mod pattern;
 mod report;
 mod statistics;
 
@@ -21,7 +23,7 @@ use anyhow::{Context as _, Result};
 use clap::{Args, Parser, Subcommand};
 use space_client::{Client, Endpoint};
 
-use crate::{machine::TemplateFiles, report::Report};
+use crate::{machine::Host, report::Report};
 
 /// Measure SPACE
 #[derive(Debug, Parser)]
@@ -85,20 +87,24 @@ fn run(options: &Create) -> Result<()> {
 async fn measure(options: &Create) -> Result<()> {
     let client = Client::new(Endpoint::new(&options.api_url, &options.api_key)?)?;
     let node = client.node().await.context("the platform does not answer")?;
-    let template = TemplateFiles::find(&options.data_dir)?;
-    let work = machine::WorkDirectory::new()?;
-    let mut report = Report::new(conditions::Conditions::gather(&node.vmm)?, options.n, options.smoke);
+    let host = Host::open(&options.data_dir).await?;
+    let mut report = Report::new(
+        conditions::Conditions::gather(&node.vmm)?,
+        options.n,
+        options.smoke,
+    );
 
-    create::warm_up(&client).await?;
-    create::against_floor(&client, &template, &work, options.n, &mut report).await?;
-    create::cold_boots(&template, &work, if options.smoke { 1 } else { options.cold }, &mut report)?;
+    create::warm_up(&client, &host).await?;
+    create::against_floor(&client, &host, options.n, &mut report).await?;
+    create::cold_boots(&host, if options.smoke { 1 } else { options.cold }, &mut report).await?;
     create::first_results(&client, options.n, &mut report).await?;
     let largest = if options.smoke { 2 } else { 16 };
     create::curve(&client, largest, if options.smoke { 1 } else { 3 }, &mut report).await?;
     memory::idle_sandboxes(&client, if options.smoke { 2 } else { 8 }, &mut report).await?;
     create::round_trips(&client, options.n, &mut report).await?;
     let mib = if options.smoke { 4 } else { 64 };
-    files::throughput(&client, &template, &work, mib, &mut report).await?;
+    files::throughput(&client, &host, mib, &mut report).await?;
+    host.close().await?;
 
     println!("{report}");
     if let Some(file) = &options.json {

@@ -60,14 +60,20 @@ pub(crate) fn monitor_of(sandbox: &str) -> Result<PathBuf> {
     for entry in fs_err::read_dir("/proc")? {
         let directory = entry?.path();
         // Processes end while we look.
-        let Ok(command) = fs_err::read(directory.join("cmdline")) else { continue };
+        let Ok(command) = fs_err::read(directory.join("cmdline")) else {
+            continue;
+        };
         let mut words = command.split(|byte| *byte == 0);
-        let is_monitor = words.next().is_some_and(|program| String::from_utf8_lossy(program).contains("qemu-system"));
+        let is_monitor = words
+            .next()
+            .is_some_and(|program| String::from_utf8_lossy(program).contains("qemu-system"));
         if is_monitor && words.any(|word| String::from_utf8_lossy(word).contains(sandbox)) {
             return Ok(directory);
         }
     }
-    anyhow::bail!("no monitor of sandbox {sandbox} runs on this machine: the benchmark must run beside the platform")
+    anyhow::bail!(
+        "no monitor of sandbox {sandbox} runs on this machine: the benchmark must run beside the platform"
+    )
 }
 
 fn memory_of(process: PathBuf) -> Result<Memory> {
@@ -106,7 +112,10 @@ mod tests {
     #[test]
     fn our_own_memory_can_be_read() {
         let memory = memory_of("/proc/self".into()).unwrap();
-        assert!(memory.private > 0 && memory.proportional >= memory.private, "{memory:?}");
+        assert!(
+            memory.private > 0 && memory.proportional >= memory.private,
+            "{memory:?}"
+        );
     }
 
     #[test]

@@ -1,42 +1,30 @@
 //! Argument lists with placeholders: matched against a real command line, and filled in to make one.
 //!
-//! A line is one argument; `{name}` in it stands for text without commas. `restore:` or `boot:` before an argument
-//! limits it to that way of starting. Empty lines and lines that begin with `#` are comments.
+//! A line is one argument; `<name>` in it stands for text without commas and quotes. Empty lines and lines that begin
+//! with `#` are comments.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// How a machine is started.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// From a snapshot.
-    Restore,
-    /// From its kernel.
-    Boot,
-}
-
 /// Values of placeholders by name.
-pub(crate) type Values = BTreeMap<String, String>;
+pub(crate) type Values = BTreeMap<&'static str, String>;
 
-/// The arguments for one way of starting, placeholders and all.
-pub(crate) fn patterns(text: &str, way: Way) -> Vec<&str> {
+/// The arguments, placeholders and all.
+pub(crate) fn patterns(text: &'static str) -> Vec<&'static str> {
     text.lines()
         .map(str::trim)
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        .filter_map(|line| match (line.strip_prefix("restore: "), line.strip_prefix("boot: ")) {
-            (Some(only), _) => (way == Way::Restore).then_some(only),
-            (_, Some(only)) => (way == Way::Boot).then_some(only),
-            _ => Some(line),
-        })
         .collect()
 }
 
 /// Reads the placeholders' values out of a real command line. Fails, saying where, if the two are not the same.
-pub(crate) fn learn(patterns: &[&str], arguments: &[String]) -> Result<Values> {
+pub(crate) fn learn(patterns: &[&'static str], arguments: &[String]) -> Result<Values> {
     let mut values = Values::new();
     for (at, pattern) in patterns.iter().enumerate() {
-        let argument = arguments.get(at).with_context(|| format!("{pattern} is missing at the end"))?;
+        let argument = arguments
+            .get(at)
+            .with_context(|| format!("{pattern} is missing at the end"))?;
         if !matches(pattern, argument, &mut values) {
             bail!("argument {} is {argument}, not {pattern}", at + 1);
         }
@@ -47,7 +35,7 @@ pub(crate) fn learn(patterns: &[&str], arguments: &[String]) -> Result<Values> {
 }
 
 /// Puts values in.
-pub(crate) fn fill(patterns: &[&str], values: &Values) -> Result<Vec<String>> {
+pub(crate) fn fill(patterns: &[&'static str], values: &Values) -> Result<Vec<String>> {
     patterns
         .iter()
         .map(|pattern| {
@@ -56,7 +44,11 @@ pub(crate) fn fill(patterns: &[&str], values: &Values) -> Result<Vec<String>> {
                 match piece {
                     Piece::Text(text) => argument.push_str(text),
                     Piece::Placeholder(name) => {
-                        argument.push_str(values.get(name).with_context(|| format!("{{{name}}} has no value"))?);
+                        argument.push_str(
+                            values
+                                .get(name)
+                                .with_context(|| format!("<{name}> has no value"))?,
+                        );
                     }
                 }
             }
@@ -66,48 +58,37 @@ pub(crate) fn fill(patterns: &[&str], values: &Values) -> Result<Vec<String>> {
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Piece<'a> {
-    Text(&'a str),
-    Placeholder(&'a str),
+enum Piece {
+    Text(&'static str),
+    Placeholder(&'static str),
 }
 
-fn pieces(pattern: &str) -> Vec<Piece<'_>> {
+fn pieces(pattern: &'static str) -> Vec<Piece> {
     let mut pieces = Vec::new();
     let mut rest = pattern;
-    while let Some((before, after)) = rest.split_once('{') {
-        pieces.push(Piece::Text(before));
-        let Some((name, next)) = after.split_once('}') else {
-            rest = after;
+    while let Some((before, after)) = rest.split_once('<') {
+        let Some((name, next)) = after.split_once('>') else {
             break;
         };
-        pieces.push(Piece::Placeholder(name));
+        pieces.extend([Piece::Text(before), Piece::Placeholder(name)]);
         rest = next;
     }
     pieces.push(Piece::Text(rest));
-    pieces.retain(|piece| !matches!(piece, Piece::Text("")));
     pieces
 }
 
-fn matches(pattern: &str, argument: &str, values: &mut Values) -> bool {
-    let pieces = pieces(pattern);
+fn matches(pattern: &'static str, argument: &str, values: &mut Values) -> bool {
     let mut rest = argument;
-    for (at, piece) in pieces.iter().enumerate() {
+    for piece in pieces(pattern) {
         match piece {
             Piece::Text(text) => match rest.strip_prefix(text) {
                 Some(after) => rest = after,
                 None => return false,
             },
             Piece::Placeholder(name) => {
-                let limit = rest.find(',').unwrap_or(rest.len());
-                let end = match pieces.get(at + 1) {
-                    Some(Piece::Text(text)) if !text.starts_with(',') => match rest[..limit].find(text) {
-                        Some(end) => end,
-                        None => return false,
-                    },
-                    _ => limit,
-                };
+                let end = rest.find([',', '"', '}']).unwrap_or(rest.len());
                 let value = &rest[..end];
-                if values.entry((*name).to_owned()).or_insert_with(|| value.to_owned()) != value {
+                if values.entry(name).or_insert_with(|| value.to_owned()) != value {
                     return false;
                 }
                 rest = &rest[end..];
@@ -121,8 +102,8 @@ fn matches(pattern: &str, argument: &str, values: &mut Values) -> bool {
 mod tests {
     use super::*;
 
-    const TEXT: &str = "# a comment\n-m\n{memory_mib}\n\nrestore: -incoming\nrestore: file:{state}\nboot: -boot\n-object\n\
-                        mem,size={memory_mib}M,path={memory},share=off\n";
+    const TEXT: &str = "# a comment\n-m\n<memory_mib>\n\n-incoming\nfile:<state>\n-object\n\
+                        {\"path\":\"<memory>\",\"size\":<memory_mib>}\nmem,path=<memory>,share=off\n";
 
     fn words(text: &str) -> Vec<String> {
         text.split(' ').map(str::to_owned).collect()
@@ -130,27 +111,44 @@ mod tests {
 
     #[test]
     fn what_is_learned_fills_in_the_same() {
-        let patterns = patterns(TEXT, Way::Restore);
-        let real = words("-m 512 -incoming file:/x/state -object mem,size=512M,path=/x/memory,share=off");
+        let patterns = patterns(TEXT);
+        let real = words(
+            "-m 512 -incoming file:/x/state -object {\"path\":\"/x/m\",\"size\":512} mem,path=/x/m,share=off",
+        );
         let values = learn(&patterns, &real).unwrap();
         assert_eq!(values["memory_mib"], "512");
-        assert_eq!(values["memory"], "/x/memory");
+        assert_eq!(values["memory"], "/x/m");
         assert_eq!(fill(&patterns, &values).unwrap(), real);
     }
 
     #[test]
     fn any_difference_is_found() {
-        let patterns = patterns(TEXT, Way::Boot);
-        assert_eq!(patterns.len(), 5);
-        for other in [
-            "-m 512 -boot -object mem,size=512M,path=/x,share=on",
-            "-m 512 -boot -object mem,size=256M,path=/x,share=off",
-            "-m 512 -boot -object mem,size=512M,path=/x,share=off -more",
-            "-m 512 -boot -object",
-            "-m 512 -incoming -object mem,size=512M,path=/x,share=off",
+        let patterns = patterns(TEXT);
+        let good = "-m 512 -incoming file:/s -object {\"path\":\"/m\",\"size\":512} mem,path=/m,share=off";
+        assert!(learn(&patterns, &words(good)).is_ok());
+        for (from, to) in [
+            ("share=off", "share=on"),
+            ("\"size\":512", "\"size\":256"),
+            ("-incoming ", ""),
+            ("=off", "=off -more"),
         ] {
-            assert!(learn(&patterns, &words(other)).is_err(), "{other}");
+            assert!(learn(&patterns, &words(&good.replace(from, to))).is_err(), "{to}");
         }
         assert!(fill(&patterns, &Values::new()).is_err());
+    }
+
+    #[test]
+    fn the_checked_in_command_line_has_no_placeholder_twice_by_mistake() {
+        let text = include_str!("../floor.args");
+        let found: Vec<&str> = patterns(text)
+            .into_iter()
+            .flat_map(pieces)
+            .filter_map(|piece| match piece {
+                Piece::Placeholder(name) => Some(name),
+                Piece::Text(_) => None,
+            })
+            .collect();
+        let unique: std::collections::BTreeSet<_> = found.iter().collect();
+        assert_eq!(unique.len(), found.len(), "{found:?}");
     }
 }

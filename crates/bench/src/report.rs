@@ -81,7 +81,11 @@ impl Report {
         if let (Some(over), Some(under)) = (p50(over), p50(under))
             && under > 0.0
         {
-            self.ratios.push(Ratio { key, value: over / under, promise });
+            self.ratios.push(Ratio {
+                key,
+                value: over / under,
+                promise,
+            });
         }
     }
 
@@ -141,11 +145,18 @@ impl fmt::Display for Report {
 
         let mut ratios = table(&["ratio of p50", "measured", "promised"], 1);
         for ratio in &self.ratios {
-            ratios.add_row([ratio.key.to_owned(), format!("{:.2}", ratio.value), ratio.promise.to_owned()]);
+            ratios.add_row([
+                ratio.key.to_owned(),
+                format!("{:.2}", ratio.value),
+                ratio.promise.to_owned(),
+            ]);
         }
         writeln!(f, "{ratios}\n")?;
 
-        let mut curve = table(&["creates at once", "per second", "p50 ms", "p90 ms", "max ms"], 4);
+        let mut curve = table(
+            &["creates at once", "per second", "p50 ms", "p90 ms", "max ms"],
+            4,
+        );
         for point in &self.curve {
             let mut row = vec![point.at_once.to_string(), format!("{:.1}", point.per_second)];
             row.extend([50, 90, 100].map(|percent| format!("{:.1}", point.latency.percentile(percent))));
@@ -155,7 +166,11 @@ impl fmt::Display for Report {
 
         let mut figures = table(&["figure", "value", "unit"], 1);
         for figure in &self.figures {
-            figures.add_row([figure.what.to_owned(), format!("{:.1}", figure.value), figure.unit.to_owned()]);
+            figures.add_row([
+                figure.what.to_owned(),
+                format!("{:.1}", figure.value),
+                figure.unit.to_owned(),
+            ]);
         }
         write!(f, "{figures}")
     }
@@ -164,7 +179,9 @@ impl fmt::Display for Report {
 /// A table whose first `numbers` columns after the first are right-aligned.
 fn table(head: &[&str], numbers: usize) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::ASCII_MARKDOWN).set_header(head.to_vec());
+    table
+        .load_style(presets::ASCII_MARKDOWN)
+        .set_header(head.to_vec());
     for at in 1..=numbers {
         if let Some(column) = table.column_mut(at) {
             column.set_cell_alignment(CellAlignment::Right);
