@@ -1,7 +1,7 @@
 //! `POST /files`: one file as a raw body, or several as a form.
 //!
-//! Bodies stream: a blocking thread with the account's identity writes what the event loop hands
-//! it through a short queue, so the sender is held to the speed of the disk.
+//! Bodies stream: the next batch is read only when the last is on its way to the disk, so the
+//! sender is held to the disk's speed and memory stays bounded.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,12 +16,11 @@ use axum::extract::{FromRequest, Multipart, Request};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
-use futures_util::{Stream, StreamExt};
+use futures_util::{FutureExt, Stream, StreamExt};
 use http::HeaderMap;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
 
 use crate::account::Account;
 use crate::core::named_user;
@@ -33,8 +32,8 @@ use super::tree::make_parents;
 use super::{FileError, Files};
 
 const FILE_MODE: u32 = 0o644;
-/// Pieces of a body waiting for the disk.
-const QUEUE: usize = 4;
+/// Bytes written at a time, if so many have come.
+const BATCH: usize = 512 * 1024;
 /// A sender that is silent for so long has gone.
 const STALLED: Duration = Duration::from_secs(300);
 /// Files in one form.
@@ -226,173 +225,226 @@ fn metadata(headers: &HeaderMap) -> Result<BTreeMap<String, String>, FileError> 
     Ok(found)
 }
 
-/// Streams one body into one file.
-async fn store<E: std::fmt::Display>(
+/// Streams one body into one file. Each batch is written on a blocking thread with the account's
+/// identity, and no thread waits for the sender.
+async fn store<E>(
     account: &Account,
     path: PathBuf,
     manner: &Manner,
     body: impl Stream<Item = Result<Bytes, E>>,
 ) -> Result<Written, FileError> {
-    let (sender, receiver) = mpsc::channel::<Result<Bytes, FileError>>(QUEUE);
-    let work = {
+    let failed = |source| FileError::from_io("write", &path, source);
+    let opening = {
         let (path, manner) = (path.clone(), manner.clone());
-        run_as(account, move || write_file(&path, &manner, receiver))
+        run_as(account, move || Upload::open(path, manner))
     };
-    let feed = async {
-        let mut body = std::pin::pin!(body);
-        let text = || path.to_string_lossy().into_owned();
-        loop {
-            let piece = match tokio::time::timeout(STALLED, body.next()).await {
-                Ok(Some(Ok(piece))) => Ok(piece),
-                Ok(None) => return,
-                Ok(Some(Err(_))) => Err(FileError::BrokenOff {
-                    path: text(),
-                    rest: String::new(),
-                }),
-                Err(_) => Err(FileError::Stalled {
-                    path: text(),
-                    seconds: STALLED.as_secs(),
-                }),
-            };
-            let stop = piece.is_err();
-            // The writer is gone after its own error, which it reports itself.
-            if sender.send(piece).await.is_err() || stop {
-                return;
+    let mut upload = opening.await.map_err(failed)??;
+    let mut body = std::pin::pin!(body);
+    loop {
+        let (batch, last) = match batch(&mut body).await {
+            Ok(batch) => batch,
+            Err(interruption) => {
+                let error = interruption.explain(&path);
+                let given_up = run_as(account, move || upload.give_up(error)).await;
+                return Err(given_up.map_err(failed)?);
             }
+        };
+        let work = move || {
+            let upload = upload.write(&batch)?;
+            if last {
+                upload.finish().map(Err)
+            } else {
+                Ok(Ok(upload))
+            }
+        };
+        match run_as(account, work).await.map_err(failed)?? {
+            Ok(open) => upload = open,
+            Err(written) => return Ok(written),
         }
-    };
-    // The feed ends by dropping its sender, which is what tells the writer that all has come.
-    let feed = async move {
-        feed.await;
-        Ok::<_, io::Error>(())
-    };
-    let (written, _) = tokio::join!(work, feed);
-    written.map_err(|source| FileError::from_io("write", &path, source))?
+    }
+}
+
+/// Why a body ended too early.
+enum Interruption {
+    Stalled,
+    Broken,
+}
+
+impl Interruption {
+    fn explain(&self, path: &Path) -> FileError {
+        let path = path.to_string_lossy().into_owned();
+        match self {
+            Self::Stalled => FileError::Stalled {
+                path,
+                seconds: STALLED.as_secs(),
+            },
+            Self::Broken => FileError::BrokenOff {
+                path,
+                rest: String::new(),
+            },
+        }
+    }
+}
+
+/// Waits for the next piece, then takes what else has come; true with the last.
+async fn batch<E>(
+    body: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
+) -> Result<(Vec<Bytes>, bool), Interruption> {
+    let mut batch = Vec::new();
+    let mut size = 0;
+    loop {
+        let next = if batch.is_empty() {
+            tokio::time::timeout(STALLED, body.next())
+                .await
+                .map_err(|_| Interruption::Stalled)?
+        } else {
+            match body.next().now_or_never() {
+                Some(next) => next,
+                None => return Ok((batch, false)),
+            }
+        };
+        match next {
+            Some(Ok(piece)) => {
+                size += piece.len();
+                batch.push(piece);
+            }
+            Some(Err(_)) => return Err(Interruption::Broken),
+            None => return Ok((batch, true)),
+        }
+        if size >= BATCH {
+            return Ok((batch, false));
+        }
+    }
 }
 
 enum Sink {
     Plain(File),
-    Gzip(MultiGzDecoder<File>),
+    Gzip(Box<MultiGzDecoder<File>>),
 }
 
-/// Runs on a blocking thread as the account.
-fn write_file(
-    path: &Path,
-    manner: &Manner,
-    mut pieces: mpsc::Receiver<Result<Bytes, FileError>>,
-) -> Result<Written, FileError> {
-    let failed = |source| FileError::from_io("write", path, source);
-    if let Some(parent) = path.parent()
-        && !parent.exists()
-    {
-        make_parents(parent)?;
-    }
-    let found = std::fs::metadata(path).ok();
-    if found.as_ref().is_some_and(|found| !found.is_file()) {
-        let is_directory = found.is_some_and(|found| found.is_dir());
-        let problem = if is_directory {
-            "is a directory"
-        } else {
-            "is not a regular file"
-        };
-        return Err(FileError::WrongKind {
-            path: path.to_string_lossy().into_owned(),
-            problem,
-        });
-    }
-    let is_new = found.is_none();
-    let mut file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(manner.offset.is_none())
-        .mode(FILE_MODE)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)
-        .map_err(failed)?;
-    if let Some(offset) = manner.offset {
-        let length = file.metadata().map_err(failed)?.len();
-        if offset > length {
-            let what = format!(
-                "offset {offset} is past the end of '{}', which has {length} bytes",
-                path.display()
-            );
-            return Err(FileError::Invalid { what });
-        }
-        file.seek(SeekFrom::Start(offset)).map_err(failed)?;
-    }
+/// A file that is being written. All methods run on a blocking thread as the account.
+struct Upload {
+    path: PathBuf,
+    manner: Manner,
+    sink: Sink,
+    is_new: bool,
+    digest: Option<Sha256>,
+}
 
-    let start = manner.offset.unwrap_or_default();
-    let mut digest = manner.digest.then(Sha256::new);
-    let done = write_pieces(file, manner, &mut pieces, digest.as_mut(), path);
-    let file = match done {
-        Ok(file) => file,
-        Err((error, written)) => {
-            // A new file that is not whole is nobody's; an old one was opened for replacement, and
-            // the caller is told how far that went.
-            if is_new && manner.offset.is_none() {
-                drop(std::fs::remove_file(path));
-                return Err(error);
+impl Upload {
+    fn open(path: PathBuf, manner: Manner) -> Result<Self, FileError> {
+        let failed = |source| FileError::from_io("write", &path, source);
+        if let Some(parent) = path.parent()
+            && !parent.exists()
+        {
+            make_parents(parent)?;
+        }
+        let found = std::fs::metadata(&path).ok();
+        if let Some(found) = found.as_ref().filter(|found| !found.is_file()) {
+            let problem = if found.is_dir() {
+                "is a directory"
+            } else {
+                "is not a regular file"
+            };
+            return Err(FileError::WrongKind {
+                path: path.to_string_lossy().into_owned(),
+                problem,
+            });
+        }
+        let mut file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(manner.offset.is_none())
+            .mode(FILE_MODE)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(failed)?;
+        if let Some(offset) = manner.offset {
+            let length = file.metadata().map_err(failed)?.len();
+            if offset > length {
+                let path = path.display();
+                let what = format!("offset {offset} is past the end of '{path}', which has {length} bytes");
+                return Err(FileError::Invalid { what });
             }
-            return Err(with_rest(
-                error,
-                format!("; the file is incomplete, {written} bytes were written"),
-            ));
+            file.seek(SeekFrom::Start(offset)).map_err(failed)?;
         }
-    };
-    let end = (&file).stream_position().map_err(failed)?;
-    set_metadata(path, &manner.metadata)?;
-    let name = path.file_name().unwrap_or_default();
-    Ok(Written {
-        name: name.to_string_lossy().into_owned(),
-        path: path.to_string_lossy().into_owned(),
-        r#type: "file",
-        metadata: manner.metadata.clone(),
-        size: end.saturating_sub(start),
-        sha256: digest.map(|digest| hex(&digest.finalize())),
-        raw_path: Some(if_lossy(path.as_os_str())).filter(|raw| !raw.is_empty()),
-    })
-}
+        let sink = if manner.gzip {
+            Sink::Gzip(Box::new(MultiGzDecoder::new(file)))
+        } else {
+            Sink::Plain(file)
+        };
+        let digest = manner.digest.then(Sha256::new);
+        Ok(Self {
+            path,
+            manner,
+            sink,
+            is_new: found.is_none(),
+            digest,
+        })
+    }
 
-fn write_pieces(
-    file: File,
-    manner: &Manner,
-    pieces: &mut mpsc::Receiver<Result<Bytes, FileError>>,
-    mut digest: Option<&mut Sha256>,
-    path: &Path,
-) -> Result<File, (FileError, u64)> {
-    let mut sink = if manner.gzip {
-        Sink::Gzip(MultiGzDecoder::new(file))
-    } else {
-        Sink::Plain(file)
-    };
-    let start = manner.offset.unwrap_or_default();
-    let position = |sink: &Sink| {
-        let mut file = match sink {
+    fn write(mut self, batch: &[Bytes]) -> Result<Self, FileError> {
+        for piece in batch {
+            if let Some(digest) = &mut self.digest {
+                digest.update(piece);
+            }
+            let written = match &mut self.sink {
+                Sink::Plain(file) => file.write_all(piece),
+                Sink::Gzip(decoder) => decoder.write_all(piece),
+            };
+            if let Err(error) = written {
+                let error = gzip_error(&self.path, error);
+                return Err(self.give_up(error));
+            }
+        }
+        Ok(self)
+    }
+
+    /// Bytes of the file that this upload wrote.
+    fn size(&self) -> u64 {
+        let mut file = match &self.sink {
             Sink::Plain(file) => file,
             Sink::Gzip(decoder) => decoder.get_ref(),
         };
+        let start = self.manner.offset.unwrap_or_default();
         file.stream_position().unwrap_or(start).saturating_sub(start)
-    };
-    while let Some(piece) = pieces.blocking_recv() {
-        let piece = piece.map_err(|error| (error, position(&sink)))?;
-        if let Some(digest) = digest.as_deref_mut() {
-            digest.update(&piece);
-        }
-        let written = match &mut sink {
-            Sink::Plain(file) => file.write_all(&piece),
-            Sink::Gzip(decoder) => decoder.write_all(&piece),
-        };
-        if let Err(error) = written {
-            return Err((gzip_error(path, error), position(&sink)));
-        }
     }
-    let written = position(&sink);
-    match sink {
-        Sink::Plain(file) => Ok(file),
-        Sink::Gzip(mut decoder) => decoder
-            .try_finish()
-            .and_then(|()| decoder.finish())
-            .map_err(|error| (gzip_error(path, error), written)),
+
+    /// A new file that is not whole is nobody's and is removed. An old one was opened to be
+    /// replaced, so the caller is told how far that went.
+    fn give_up(self, error: FileError) -> FileError {
+        if self.is_new && self.manner.offset.is_none() {
+            return match std::fs::remove_file(&self.path) {
+                Ok(()) => with_rest(error, "; nothing is left of it".to_owned()),
+                Err(_) => with_rest(error, "; a part of it is left".to_owned()),
+            };
+        }
+        let size = self.size();
+        with_rest(
+            error,
+            format!("; the file is incomplete, {size} bytes were written"),
+        )
+    }
+
+    fn finish(mut self) -> Result<Written, FileError> {
+        if let Sink::Gzip(decoder) = &mut self.sink
+            && let Err(error) = decoder.try_finish()
+        {
+            let error = gzip_error(&self.path, error);
+            return Err(self.give_up(error));
+        }
+        let size = self.size();
+        set_metadata(&self.path, &self.manner.metadata)?;
+        let name = self.path.file_name().unwrap_or_default();
+        Ok(Written {
+            name: name.to_string_lossy().into_owned(),
+            path: self.path.to_string_lossy().into_owned(),
+            r#type: "file",
+            metadata: self.manner.metadata,
+            size,
+            sha256: self.digest.map(|digest| hex(&digest.finalize())),
+            raw_path: Some(if_lossy(self.path.as_os_str())).filter(|raw| !raw.is_empty()),
+        })
     }
 }
 

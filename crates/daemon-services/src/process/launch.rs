@@ -21,6 +21,10 @@ use std::ptr;
 /// Enough for the child's few frames; it calls nothing that allocates.
 const STACK_BYTES: usize = 64 * 1024;
 
+/// Open files that a program may have, and may ask for.
+const OPEN_FILES: u64 = 65_536;
+const MAX_OPEN_FILES: u64 = 1_048_576;
+
 /// Everything a child needs, prepared before it exists.
 #[derive(Debug)]
 pub(crate) struct Plan {
@@ -340,6 +344,18 @@ unsafe fn prepare(shared: &Shared) -> Result<(), Step> {
             }
         }
         libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, 0);
+        // Whatever this process needs for itself; without the right to raise it, it stays.
+        let files = libc::rlimit {
+            rlim_cur: OPEN_FILES,
+            rlim_max: MAX_OPEN_FILES,
+        };
+        libc::syscall(
+            libc::SYS_prlimit64,
+            0,
+            libc::RLIMIT_NOFILE,
+            &raw const files,
+            ptr::null_mut::<libc::rlimit>(),
+        );
         libc::umask(0o022);
 
         if let Some((uid, gid, count, groups)) = shared.identity {

@@ -27,6 +27,7 @@ use crate::paths::PathError;
 use self::end::End;
 use self::group::{Group, Groups};
 use self::input::{Input, InputError};
+use self::launcher::Launchers;
 use self::log::{Budget, Log};
 use self::terminal::Terminal;
 
@@ -34,6 +35,7 @@ mod end;
 mod group;
 mod input;
 mod launch;
+mod launcher;
 mod log;
 mod run;
 mod service;
@@ -231,6 +233,7 @@ pub(crate) struct Processes {
     core: Arc<Core>,
     children: Arc<Children>,
     groups: Option<Arc<Groups>>,
+    launchers: Launchers,
     budget: Budget,
     registry: Mutex<Registry>,
     is_root: bool,
@@ -249,6 +252,7 @@ impl Processes {
             core,
             children,
             groups,
+            launchers: Launchers::default(),
             budget: Budget::default(),
             registry: Mutex::default(),
             is_root: rustix::process::geteuid().is_root(),

@@ -93,7 +93,7 @@ impl Processes {
         let groups = self.groups.clone();
         let reservation = self.children.reserve();
         // Launching waits for the new program's pages, so it must not hold up the event loop.
-        let launched = tokio::task::spawn_blocking(move || {
+        let launched = self.launchers.run(move || {
             let group = groups
                 .as_ref()
                 .map(|groups| groups.take())
