@@ -1,6 +1,6 @@
 //! What an idle sandbox costs in memory.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use space_client::{Client, Command};
@@ -32,7 +32,7 @@ pub(crate) async fn idle_sandboxes(client: &Client, n: u32, report: &mut Report)
     bar.finish_and_clear();
     let (mut proportional, mut private) = (0, 0);
     for sandbox in &sandboxes {
-        let memory = memory_of(monitor_of(sandbox.id().as_str())?)?;
+        let memory = memory_of(&monitor_of(sandbox.id().as_str())?)?;
         proportional += memory.proportional;
         private += memory.private;
     }
@@ -76,7 +76,7 @@ pub(crate) fn monitor_of(sandbox: &str) -> Result<PathBuf> {
     )
 }
 
-fn memory_of(process: PathBuf) -> Result<Memory> {
+fn memory_of(process: &Path) -> Result<Memory> {
     let text = fs_err::read_to_string(process.join("smaps_rollup"))?;
     parse(&text).context("smaps_rollup has another form than expected")
 }
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn our_own_memory_can_be_read() {
-        let memory = memory_of("/proc/self".into()).unwrap();
+        let memory = memory_of(Path::new("/proc/self")).unwrap();
         assert!(
             memory.private > 0 && memory.proportional >= memory.private,
             "{memory:?}"

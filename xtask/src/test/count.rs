@@ -47,11 +47,18 @@ impl Counts {
     pub(crate) fn of_log(log: &str) -> Option<Self> {
         let mut counts = Self::default();
         let mut found = false;
+        // What the test whose output this is has given as reasons: said on both outputs, it is still one skip.
+        let mut said: Vec<&str> = Vec::new();
         for line in log.lines() {
             let line = line.trim();
-            if let Some((_, why)) = line.split_once("SKIPPED: ") {
-                // The same words in several tests are one reason but as many skips.
-                counts.skips.push(why.trim().to_owned());
+            if begins_a_test(line) {
+                said.clear();
+            }
+            if let Some(why) = line.strip_prefix("SKIPPED: ") {
+                if !said.contains(&why) {
+                    said.push(why);
+                    counts.skips.push(why.trim().to_owned());
+                }
                 continue;
             }
             let Some(some) = closing_line(line) else { continue };
@@ -64,6 +71,14 @@ impl Counts {
             .saturating_sub(u64::try_from(counts.skips.len()).unwrap_or(0));
         found.then_some(counts)
     }
+}
+
+/// Whether the line is the heading over one test's output, of nextest (`PASS [ 0.1s] …`) or cargo test.
+fn begins_a_test(line: &str) -> bool {
+    line.starts_with("---- ")
+        || line
+            .split_once(" [")
+            .is_some_and(|(word, _)| word.chars().all(|c| c.is_ascii_uppercase()))
 }
 
 /// The counts in a runner's closing line.
