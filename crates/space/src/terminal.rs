@@ -38,7 +38,7 @@ impl RawMode {
 impl Drop for RawMode {
     fn drop(&mut self) {
         // Nothing better can be done where even this fails.
-        drop(tcsetattr(io::stdin().as_fd(), OptionalActions::Now, &self.before));
+        let _ = tcsetattr(io::stdin().as_fd(), OptionalActions::Now, &self.before);
     }
 }
 

@@ -73,6 +73,14 @@ struct Shared {
 }
 
 impl QemuDriver {
+    /// Tells what a driver of this configuration could do here, without making one.
+    ///
+    /// # Errors
+    /// As of [`QemuDriver::probe`].
+    pub async fn detect(config: &QemuConfig) -> Result<Capabilities, VmmError> {
+        probe::probe(config).await.map(|(_, capabilities)| capabilities)
+    }
+
     /// Finds QEMU and what it can do here. Takes one run of `qemu --version`.
     ///
     /// # Errors

@@ -83,7 +83,8 @@ impl Doctor {
             .templates
             .clone()
             .unwrap_or_else(|| self.data_dir.join("templates"));
-        let mut checks = vec![host::root(), host::kernel(), host::qemu(), host::accelerator()];
+        let mut checks = vec![host::root(), host::kernel()];
+        checks.extend(host::monitor().await);
         checks.extend(host::cgroups());
         checks.push(host::namespaces());
         checks.extend(host::programs());

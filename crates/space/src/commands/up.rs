@@ -239,18 +239,12 @@ pub(crate) fn find_daemon(given: Option<&Path>) -> Result<PathBuf, CliError> {
         None => {
             let program = std::env::current_exe()?;
             let beside = program.parent().unwrap_or(Path::new("/"));
-            // Of a build tree: the guest's program is built for another target, or with the C library linked in.
-            let mut candidates = vec![beside.join("space-daemon")];
-            for target in ["x86_64-unknown-linux-musl", "x86_64-unknown-linux-gnu"] {
-                for profile in ["debug", "release"] {
-                    candidates.push(beside.join("..").join(target).join(profile).join("space-daemon"));
-                }
-            }
-            candidates
+            // Of a build tree first: what lies beside us there is built for the host, not linked statically for a guest.
+            let of = |profile: &str| beside.join("../x86_64-unknown-linux-gnu").join(profile).join("space-daemon");
+            vec![of("debug"), of("release"), beside.join("space-daemon")]
         }
     };
-    // A copy beside us that is not static would not run in a guest; prefer those of a target directory.
-    let found = candidates.iter().rev().find(|path| path.is_file());
+    let found = candidates.iter().find(|path| path.is_file());
     found
         .map(|path| fs_err::canonicalize(path))
         .transpose()?

@@ -1,17 +1,13 @@
 //! What the machine and its operating system have to offer.
 
-use std::{
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-};
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, statvfs};
+use space_vmm::{QemuConfig, QemuDriver};
 
 use super::Check;
 use crate::output;
 
-/// Oldest QEMU with the fixed-memory snapshots this platform rests on.
-const QEMU: (u32, u32) = (8, 2);
 /// Oldest kernel that is tested.
 const KERNEL: (u32, u32) = (5, 10);
 /// Memory below which not even a few sandboxes fit.
@@ -50,59 +46,25 @@ pub(super) fn kernel() -> Check {
     }
 }
 
-pub(super) fn qemu() -> Check {
-    let install = "apt-get install qemu-system-x86 (Debian 12: from bookworm-backports)";
-    let Some(text) = first_line("qemu-system-x86_64", &["--version"]) else {
-        return Check::fail("qemu", "qemu-system-x86_64 was not found", install);
-    };
-    let found = text.strip_prefix("QEMU emulator version ").unwrap_or(&text);
-    match version(found) {
-        Some(version) if version >= QEMU => Check::ok("qemu", found),
-        _ => Check::fail(
-            "qemu",
-            format!("{found} is too old, {}.{} is needed", QEMU.0, QEMU.1),
-            install,
-        ),
-    }
-}
-
-/// Whether a machine can really be run with KVM: the device file alone proves nothing.
-pub(super) fn accelerator() -> Check {
-    if !Path::new("/dev/kvm").exists() {
-        return Check::warn("accelerator", "TCG (there is no /dev/kvm)", TCG_NOTE);
-    }
-    match create_vm() {
-        Ok(()) => Check::ok("accelerator", "KVM works"),
-        Err(error) => Check::warn(
-            "accelerator",
-            format!("TCG (/dev/kvm is there, but unusable: {error})"),
-            TCG_NOTE,
-        ),
-    }
-}
-
-/// Starts a machine without memory or devices under KVM and ends it at once.
-fn create_vm() -> Result<(), String> {
-    let output = Command::new("qemu-system-x86_64")
-        .args([
-            "-accel",
-            "kvm",
-            "-machine",
-            "none",
-            "-nodefaults",
-            "-display",
-            "none",
-        ])
-        .args(["-monitor", "stdio", "-S"])
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| error.to_string())?;
-    // With its monitor at end of file QEMU leaves at once; what it could not do it has said before.
-    let said = String::from_utf8_lossy(&output.stderr);
-    match said.lines().find(|line| line.to_lowercase().contains("kvm")) {
-        None if output.status.success() => Ok(()),
-        Some(line) => Err(line.chars().take(200).collect()),
-        None => Err(format!("QEMU ended with {}", output.status)),
+/// QEMU itself, and how it would run machines: KVM only where it really works, since the device file alone proves nothing.
+pub(super) async fn monitor() -> [Check; 2] {
+    match QemuDriver::detect(&QemuConfig::default()).await {
+        Ok(found) => {
+            let accelerator = if found.accelerator == "kvm" {
+                Check::ok("accelerator", format!("KVM, presenting {} CPUs", found.cpu_model))
+            } else {
+                Check::warn("accelerator", "TCG: KVM is not usable here", TCG_NOTE)
+            };
+            [Check::ok("qemu", found.version), accelerator]
+        }
+        Err(error) => [
+            Check::fail(
+                "qemu",
+                error.to_string(),
+                "apt-get install qemu-system-x86 (Debian 12: from bookworm-backports)",
+            ),
+            Check::warn("accelerator", "unknown without QEMU", "install QEMU first"),
+        ],
     }
 }
 
@@ -247,16 +209,6 @@ pub(super) fn disk(data: &Path) -> Check {
             }
         }
     }
-}
-
-fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
-    let output = Command::new(program)
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()
-        .ok()?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    text.lines().next().map(str::to_owned)
 }
 
 /// The first two numbers of a version.
