@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use fs_err as fs;
@@ -16,8 +17,8 @@ use tokio::{
 
 pub use crate::machine::MachineRequest;
 use crate::{
-    MachineFiles, Manifest, Progress, Recipe, Template, TemplateStore, VolumeError, kernel::Kernel, machine,
-    progress::Part, root,
+    MachineFiles, Manifest, Progress, Recipe, Template, TemplateStore, VolumeError, command::Program,
+    kernel::Kernel, machine, progress::Part, root,
 };
 
 /// Where templates live and what they are built from.
@@ -93,13 +94,12 @@ impl TemplateBuilder {
         part.report("storing the template", 1.0);
 
         let store = Arc::clone(&self.store);
-        let daemon = self.config.daemon_program.clone();
+        let daemon = self.daemon().await?;
         let recipe = recipe.clone();
         let importing = self.store.importing().await?;
         let template = root::in_background(move || {
             // Until the manifest names the files.
             let _importing = importing;
-            let daemon = fs::read(daemon).map_err(VolumeError::io("read the daemon program"))?;
             let manifest = Manifest {
                 format: Manifest::FORMAT,
                 architecture: "x86_64".to_owned(),
@@ -119,6 +119,26 @@ impl TemplateBuilder {
         .await?;
         Part::new(progress, 0.0, 1.0).report("ready", 1.0);
         Ok(template)
+    }
+
+    /// The daemon program, without its debugging information where the host can remove it: three quarters of the file,
+    /// and all of it would stay in the memory of every guest.
+    async fn daemon(&self) -> Result<Vec<u8>, VolumeError> {
+        let step = "read the daemon program";
+        let program = &self.config.daemon_program;
+        let work = self.store.work()?;
+        let small = work.path().join("daemon");
+        let stripped = Program::new("strip", "binutils", Duration::from_secs(60))
+            .args(["--strip-debug", "-o"])
+            .args([&small, program])
+            .output()
+            .await;
+        let path = match &stripped {
+            Ok(_) => &small,
+            Err(VolumeError::MissingProgram { .. } | VolumeError::ProgramFailed { .. }) => program,
+            Err(_) => return stripped,
+        };
+        fs::read(path).map_err(VolumeError::io(step))
     }
 
     /// The machine of one size, built first if there is none. Several callers at once, also in several processes,
