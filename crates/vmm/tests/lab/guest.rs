@@ -175,9 +175,9 @@ fn make(directory: &Path) -> Result<()> {
     fs::write(directory.join("root"), vec![7; 1 << 20])?;
     for waste in [tree, directory.join("package"), deb] {
         if waste.is_dir() {
-            fs::remove_dir_all(&waste)?
+            fs::remove_dir_all(&waste)?;
         } else {
-            fs::remove_file(&waste)?
+            fs::remove_file(&waste)?;
         }
     }
     Ok(())
