@@ -62,21 +62,21 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
             "/files/compose",
             post(move |request| files::compose(Arc::clone(&joining), request)),
         )
+        .route_service("/process.Process/{method}", connect.clone())
+        .route_service("/filesystem.Filesystem/{method}", connect)
+        .fallback(|| async { refuse(StatusCode::NOT_FOUND, "there is no such route") })
         // The guest's disk is the limit of a file, and the services read bodies piece by piece.
         .layer(DefaultBodyLimit::disable());
 
     let core = Arc::clone(&services.core);
     match origin {
         Origin::Channel => {
-            let initialise = post(move |body| init(Arc::clone(&core), body));
-            router.route("/init", initialise).fallback_service(connect)
+            let initialise = post(move |body: Bytes| std::future::ready(init(&core, &body)));
+            router.route("/init", initialise)
         }
-        Origin::Loopback => {
-            let router = router.fallback_service(connect);
-            router.layer(axum::middleware::from_fn(move |request, next| {
-                guard(Arc::clone(&core), request, next)
-            }))
-        }
+        Origin::Loopback => router.layer(axum::middleware::from_fn(move |request, next| {
+            guard(Arc::clone(&core), request, next)
+        })),
     }
 }
 
@@ -90,8 +90,8 @@ struct Init {
     default_workdir: Option<String>,
 }
 
-async fn init(core: Arc<Core>, body: Bytes) -> Response {
-    let init: Init = match serde_json::from_slice(if body.is_empty() { b"{}" } else { &body }) {
+fn init(core: &Core, body: &Bytes) -> Response {
+    let init: Init = match serde_json::from_slice(if body.is_empty() { b"{}" } else { body }) {
         Ok(init) => init,
         Err(error) => {
             return refuse(

@@ -6,7 +6,12 @@
 
 pub use generated::{filesystem, process};
 
-#[expect(missing_debug_implementations, reason = "generated code")]
+#[expect(
+    missing_debug_implementations,
+    clippy::allow_attributes,
+    clippy::semicolon_if_nothing_returned,
+    reason = "generated code"
+)]
 mod generated {
     connectrpc::include_generated!("services.rs");
 }

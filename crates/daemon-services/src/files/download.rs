@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -66,7 +66,7 @@ async fn try_download(files: &Files, request: &Parts) -> Result<Response, FileEr
 
     let name = path.file_name().unwrap_or_default().to_os_string();
     let failed_path = path.clone();
-    let opened = run_as(&account, move || open(path)).await;
+    let opened = run_as(&account, move || open(&path)).await;
     let opened = opened.map_err(|source| FileError::from_io("read", &failed_path, source))??;
 
     let part = match wanted_range(&request.headers, &opened.etag) {
@@ -121,16 +121,16 @@ fn insert(headers: &mut HeaderMap, name: http::HeaderName, value: &str) {
     }
 }
 
-fn open(path: PathBuf) -> Result<Opened, FileError> {
+fn open(path: &Path) -> Result<Opened, FileError> {
     // Without O_NONBLOCK, opening a named pipe would wait for a writer.
     let opened = File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(&path);
-    let file = opened.map_err(|source| FileError::from_io("read", &path, source))?;
+        .open(path);
+    let file = opened.map_err(|source| FileError::from_io("read", path, source))?;
     let found = file
         .metadata()
-        .map_err(|source| FileError::from_io("read", &path, source))?;
+        .map_err(|source| FileError::from_io("read", path, source))?;
     if !found.is_file() {
         let problem = if found.is_dir() {
             "is a directory"

@@ -134,8 +134,7 @@ fn metadata_of(path: &Path) -> Vec<(String, String)> {
 /// Names of the attributes that are metadata.
 pub(crate) fn metadata_names(path: &Path) -> io::Result<Vec<String>> {
     // Almost no file has any: asking for the size first saves the buffer.
-    let mut nothing: [u8; 0] = [];
-    if rustix::fs::listxattr(path, &mut nothing[..])? == 0 {
+    if rustix::fs::listxattr_query(path)? == 0 {
         return Ok(Vec::new());
     }
     let mut list = vec![0u8; MAX_LIST];

@@ -361,7 +361,7 @@ pub(crate) fn events(
     stream::unfold((watch, Stage::Start), move |(mut watch, stage)| async move {
         match stage {
             Stage::Start => Some((
-                Ok(response(Event::Start(Box::new(StartEvent::default())))),
+                Ok(response(Event::Start(Box::<StartEvent>::default()))),
                 (watch, Stage::Running),
             )),
             Stage::Done => None,
@@ -376,7 +376,7 @@ pub(crate) fn events(
                     biased;
                     event = watch.next() => event.map(|event| Event::Filesystem(Box::new(event))).map_err(ConnectError::from),
                     () = time_up => Err(ConnectError::deadline_exceeded("the time given for this watch has passed")),
-                    () = tokio::time::sleep(keepalive) => Ok(Event::Keepalive(Box::new(KeepAlive::default()))),
+                    () = tokio::time::sleep(keepalive) => Ok(Event::Keepalive(Box::<KeepAlive>::default())),
                 };
                 let stage = if item.is_ok() { Stage::Running } else { Stage::Done };
                 Some((item.map(response), (watch, stage)))

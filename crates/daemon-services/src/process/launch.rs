@@ -213,8 +213,8 @@ impl Drop for BlockedSignals {
 ///
 /// As `clone3`; the stack in `arguments` must be large enough and 16-byte aligned at its end.
 #[cfg(target_arch = "x86_64")]
-unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) -> isize {
-    let result: isize;
+unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) -> i64 {
+    let result: i64;
     // SAFETY: the parent's path touches only the declared registers; the child leaves it for good.
     unsafe {
         std::arch::asm!(
@@ -228,7 +228,7 @@ unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) 
             "2:",
             shared = in(reg) shared,
             entry = in(reg) child_main as unsafe extern "C" fn(*mut Shared) -> !,
-            inlateout("rax") libc::SYS_clone3 as isize => result,
+            inlateout("rax") libc::SYS_clone3 => result,
             in("rdi") arguments,
             in("rsi") size_of::<CloneArguments>(),
             out("rcx") _,
@@ -244,8 +244,8 @@ unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) 
 ///
 /// As above.
 #[cfg(target_arch = "aarch64")]
-unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) -> isize {
-    let result: isize;
+unsafe fn clone_and_call(arguments: *const CloneArguments, shared: *mut Shared) -> i64 {
+    let result: i64;
     // SAFETY: the parent's path touches only the declared registers; the child leaves it for good.
     unsafe {
         std::arch::asm!(
@@ -324,10 +324,17 @@ unsafe fn prepare(shared: &Shared) -> Result<(), Step> {
 
         // Handlers are gone (CLEAR_SIGHAND); what this process ignores must not be ignored by its
         // children.
-        let mut default: libc::sigaction = std::mem::zeroed();
-        default.sa_sigaction = libc::SIG_DFL;
-        for signal in 1..32 {
-            libc::sigaction(signal, &raw const default, ptr::null_mut());
+        // Asked of the kernel itself, since the C library keeps some signals to itself. All zero is
+        // the default action, however the structure is laid out.
+        let default = [0u64; 4];
+        for signal in 1..=64 {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                default.as_ptr(),
+                ptr::null::<u64>(),
+                8usize,
+            );
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);

@@ -15,7 +15,8 @@ use tokio::sync::oneshot;
 const MAX_THREADS: usize = 64;
 const STACK_BYTES: usize = 256 * 1024;
 
-type Job = Box<dyn FnOnce() + Send>;
+/// Work that calls back when its thread is free again, before anybody learns the result.
+type Job = Box<dyn FnOnce(&dyn Fn()) + Send>;
 
 #[derive(Debug, Default)]
 struct State {
@@ -35,9 +36,11 @@ impl Launchers {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let (answer, answered) = oneshot::channel();
-        self.give(Box::new(move || {
+        self.give(Box::new(move |free| {
+            let result = work();
+            free();
             // Nobody may be waiting any more.
-            let _ = answer.send(work());
+            answer.send(result).ok();
         }))?;
         answered.await.map_err(io::Error::other)
     }
@@ -69,14 +72,16 @@ impl Launchers {
         let body = move || {
             let (sender, jobs) = channel::<Job>();
             let mut job = first;
-            loop {
-                job();
+            let free = || {
                 launchers
                     .0
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .idle
                     .push(sender.clone());
+            };
+            loop {
+                job(&free);
                 // This thread holds a sender itself, so the channel does not close.
                 match jobs.recv() {
                     Ok(next) => job = next,

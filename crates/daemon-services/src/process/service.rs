@@ -255,7 +255,7 @@ impl ProcessService for Service {
         while let Some(request) = requests.next().await {
             match (request?.to_owned_message().event, &process) {
                 (Some(InputEvent::Start(start)), None) => {
-                    process = Some(self.0.select_living(&start.process)?)
+                    process = Some(self.0.select_living(&start.process)?);
                 }
                 (Some(InputEvent::Data(data)), Some(process)) => {
                     process

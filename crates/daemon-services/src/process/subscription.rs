@@ -98,7 +98,7 @@ impl State {
                 self.stage = Stage::Done;
                 Err(overdue())
             }
-            () = tokio::time::sleep(self.keepalive) => Ok(event(Event::Keepalive(Box::new(KeepAlive::default())))),
+            () = tokio::time::sleep(self.keepalive) => Ok(event(Event::Keepalive(Box::<KeepAlive>::default()))),
         }
     }
 
