@@ -19,6 +19,7 @@ use std::sync::Arc;
 use axum::{body::Body, response::Response};
 use http::Request;
 use space_api::e2b::ENVD_PORT;
+use space_api::lifecycle::SandboxState;
 use space_node::NodeError;
 
 use crate::{
@@ -86,6 +87,11 @@ fn node_answer(app: &App, route: &Route, error: NodeError) -> Answer {
             app.forget_route(&id);
             Answer::NotFound { id: id.to_string() }
         }
+        // One that is being ended will not be back: SDKs ask here whether it runs, and "wait" would be the wrong answer.
+        NodeError::Transitioning {
+            state: SandboxState::Stopping | SandboxState::Ended,
+            ..
+        } => Answer::NotFound { id: id.to_string() },
         NodeError::Transitioning { state, .. } => Answer::Transitioning { id, state },
         NodeError::GuestUnresponsive { what, .. } => Answer::Unresponsive { id, what },
         NodeError::ShuttingDown => Answer::ShuttingDown { id },
