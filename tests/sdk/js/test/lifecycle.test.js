@@ -2,7 +2,7 @@ import assert from 'node:assert/strict'
 import { randomUUID } from 'node:crypto'
 import { after, before, test } from 'node:test'
 
-import { AuthenticationError, NotFoundError, Sandbox, SandboxError } from 'e2b'
+import { AuthenticationError, NotFoundError, Sandbox, SandboxError, SandboxNotFoundError } from 'e2b'
 
 import { eventually } from './support.js'
 
@@ -39,7 +39,7 @@ test('kill ends it and is idempotent', async () => {
   assert.equal(await made.kill(), true)
   assert.equal(await made.kill(), false)
   assert.equal(await made.isRunning(), false)
-  await assert.rejects(made.commands.run('true'), /was not found/)
+  await assert.rejects(made.commands.run('true'), SandboxNotFoundError)
   await assert.rejects(made.getInfo(), NotFoundError)
 })
 
