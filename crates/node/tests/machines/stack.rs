@@ -157,19 +157,20 @@ impl Stack {
 
     /// The monitor of a sandbox, found as an administrator would.
     pub(crate) fn monitor(&self, id: &SandboxId) -> Option<Pid> {
+        let group = format!("/space-{}/{id}", self.installation);
         processes()
             .into_iter()
-            .find(|(_, arguments)| arguments.contains(&format!("/s/{id}/")) && arguments.contains("qemu"))
+            .find(|(_, groups)| groups.contains(&group))
             .and_then(|(pid, _)| Pid::from_raw(pid))
     }
 
     /// Monitors, groups and files of this node's sandboxes.
     fn machines(&self) -> Vec<String> {
-        let run = self.directory().join("run").display().to_string();
+        let group = format!("/space-{}/", self.installation);
         let mut left: Vec<_> = processes()
             .into_iter()
-            .filter(|(_, arguments)| arguments.contains(&run))
-            .map(|(pid, arguments)| format!("process {pid}: {arguments}"))
+            .filter(|(_, groups)| groups.contains(&group))
+            .map(|(pid, _)| format!("process {pid}"))
             .collect();
         let prefix = format!("space-{}", self.installation);
         for hierarchy in fs_err::read_dir("/sys/fs/cgroup").expect("mounted").flatten() {
@@ -230,17 +231,15 @@ impl Stack {
     }
 }
 
+/// Every process with the control groups it is in.
 fn processes() -> Vec<(i32, String)> {
     let mut all = Vec::new();
     for entry in fs_err::read_dir("/proc").expect("mounted").flatten() {
         let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() else {
             continue;
         };
-        let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else {
-            continue;
-        };
-        if pid != i32::try_from(std::process::id()).unwrap_or_default() {
-            all.push((pid, String::from_utf8_lossy(&arguments).replace('\0', " ")));
+        if let Ok(groups) = fs_err::read_to_string(entry.path().join("cgroup")) {
+            all.push((pid, groups));
         }
     }
     all
