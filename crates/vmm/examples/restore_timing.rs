@@ -13,13 +13,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use lab::{Lab, Talk, Wish};
 
-const STEPS: [&str; 4] = [
-    "group, network, disk, start to state loaded",
-    "cont",
-    "first answer",
-    "in all",
-];
-
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() -> Result<()> {
     let count = std::env::args()
@@ -30,16 +23,23 @@ async fn main() -> Result<()> {
     let start = Instant::now();
     let template = lab.template().await?;
     println!("boot to template: {:.0} ms", milliseconds(start.elapsed()));
-    let mut steps = [const { Vec::new() }; STEPS.len()];
+    let mut rows = Vec::<(&str, Vec<Duration>)>::new();
     let mut memory = String::new();
     for _ in 0..count {
-        memory = one(&lab, &template, &mut steps).await?;
+        let (steps, used) = one(&lab, &template).await?;
+        memory = used;
+        for (name, time) in steps {
+            match rows.iter_mut().find(|(row, _)| *row == name) {
+                Some((_, times)) => times.push(time),
+                None => rows.push((name, vec![time])),
+            }
+        }
     }
-    for (name, times) in STEPS.iter().zip(&mut steps) {
+    for (name, mut times) in rows {
         times.sort();
         let at = |percent: usize| milliseconds(times[(times.len() - 1) * percent / 100]);
         println!(
-            "{name:45} p50 {:6.1} ms  p90 {:6.1}  min {:6.1}  (n = {count})",
+            "{name:40} p50 {:6.2} ms  p90 {:6.2}  min {:6.2}  (n = {count})",
             at(50),
             at(90),
             at(0)
@@ -49,27 +49,20 @@ async fn main() -> Result<()> {
     lab.done().await
 }
 
-async fn one(
-    lab: &Lab,
-    template: &lab::Template,
-    steps: &mut [Vec<Duration>; STEPS.len()],
-) -> Result<String> {
+async fn one(lab: &Lab, template: &lab::Template) -> Result<(Vec<(&'static str, Duration)>, String)> {
     let start = Instant::now();
     let running = lab.restore(template, Wish::default()).await?;
-    let loaded = start.elapsed();
+    let mut steps = running.steps.clone();
+    let loaded = Instant::now();
     let mut port = Talk::control(&running).await?;
     // Said before it runs: it lies there when the guest looks.
     port.say("hello you").await?;
     running.machine.resume().await?;
-    let resumed = start.elapsed();
+    steps.push(("monitor: cont", loaded.elapsed()));
+    let resumed = Instant::now();
     ensure!(port.hear().await? == "hello you");
-    let answered = start.elapsed();
-    for (times, time) in steps
-        .iter_mut()
-        .zip([loaded, resumed - loaded, answered - resumed, answered])
-    {
-        times.push(time);
-    }
+    steps.push(("guest: to its answer", resumed.elapsed()));
+    steps.push(("in all", start.elapsed()));
     let rollup = fs_err::read_to_string(format!("/proc/{}/smaps_rollup", running.machine.process().pid))?;
     let of = |key: &str| {
         rollup
@@ -86,7 +79,7 @@ async fn one(
         of("Private_Dirty:")
     );
     lab.remove(running).await?;
-    Ok(memory)
+    Ok((steps, memory))
 }
 
 fn milliseconds(time: Duration) -> f64 {

@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -56,6 +56,8 @@ pub struct Running {
     pub name: ObjectName,
     /// Its top disk layer at the start.
     pub disk: PathBuf,
+    /// What was done to start it, and how long each step took.
+    pub steps: Vec<(&'static str, Duration)>,
 }
 
 /// A lab template: memory, state, and the disk as it was then.
@@ -115,7 +117,18 @@ impl Lab {
         ObjectName::new(&format!("{kind}-{number}")).expect("a valid name")
     }
 
-    async fn spec(&self, name: &ObjectName, disk: Vec<DiskLayer>, memory_limit: u64) -> Result<MachineSpec> {
+    async fn spec(
+        &self,
+        name: &ObjectName,
+        disk: Vec<DiskLayer>,
+        memory_limit: u64,
+        steps: &mut Vec<(&'static str, Duration)>,
+    ) -> Result<MachineSpec> {
+        let mut start = Instant::now();
+        let mut step = |name| {
+            steps.push((name, start.elapsed()));
+            start = Instant::now();
+        };
         let limits = GroupLimits {
             memory_bytes: memory_limit,
             pids: 200,
@@ -123,9 +136,12 @@ impl Lab {
             cpu_weight: 100,
         };
         self.privileges.create_group(name, &limits).await?;
+        step("cgroup");
         let network = self.privileges.create_network(name).await?;
+        step("network (made ahead by a node)");
         let directory = self.path(name.as_str());
         self.privileges.create_directory(&directory, UID).await?;
+        step("directory");
         Ok(MachineSpec {
             name: name.clone(),
             uid: UID,
@@ -148,12 +164,17 @@ impl Lab {
         let disk = self.path(&format!("{name}.disk"));
         fs::File::create(&disk)?.set_len(DISK)?;
         self.privileges.give_file(&disk, UID).await?;
-        let spec = self
-            .spec(&name, vec![DiskLayer { path: disk.clone() }], 2 << 30)
-            .await?;
+        let mut steps = Vec::new();
+        let base = vec![DiskLayer { path: disk.clone() }];
+        let spec = self.spec(&name, base, 2 << 30, &mut steps).await?;
         let memory = self.path(&format!("{name}.memory"));
         let machine = self.driver.start(spec, StartMode::Boot { memory }).await?;
-        Ok(Running { machine, name, disk })
+        Ok(Running {
+            machine,
+            name,
+            disk,
+            steps,
+        })
     }
 
     /// Boots a machine and saves it.
@@ -184,20 +205,25 @@ impl Lab {
         let name = self.name("clone");
         let layer = self.path(&format!("{name}.qcow2"));
         let below = &template.disk[0].path;
+        let start = Instant::now();
         self.driver.create_disk_layer(below, &layer).await?;
         self.privileges.give_file(&layer, UID).await?;
+        let mut steps = vec![("disk layer", start.elapsed())];
         let mut disk = vec![DiskLayer { path: layer.clone() }];
         disk.extend(template.disk.iter().cloned());
-        let spec = self.spec(&name, disk, wish.memory_limit).await?;
+        let spec = self.spec(&name, disk, wish.memory_limit, &mut steps).await?;
         let mode = StartMode::Restore {
             template: template.saved.clone(),
             delta: wish.delta,
         };
+        let start = Instant::now();
         let machine = self.driver.start(spec, mode).await?;
+        steps.push(("monitor: from spawn to state loaded", start.elapsed()));
         Ok(Running {
             machine,
             name,
             disk: layer,
+            steps,
         })
     }
 
