@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use axum::serve::ListenerExt;
 use space_daemon_services::{GUEST_PORT, Origin, ServiceConfig, Services};
 
 #[tokio::main(flavor = "current_thread")]
@@ -16,6 +17,11 @@ async fn main() -> std::io::Result<()> {
         ..ServiceConfig::default()
     };
     let services = Services::new(config);
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", GUEST_PORT)).await?;
+    // Small answers must not wait for each other's acknowledgements.
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", GUEST_PORT))
+        .await?
+        .tap_io(|stream| {
+            stream.set_nodelay(true).ok();
+        });
     axum::serve(listener, services.router(Origin::Channel)).await
 }

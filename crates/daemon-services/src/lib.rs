@@ -117,8 +117,10 @@ impl Services {
         })
     }
 
-    /// The services as routes, for requests from `origin`.
+    /// The services as routes, for requests from `origin`. Also prepares, in the background, what
+    /// the first process to be started needs.
     pub fn router(self: &Arc<Self>, origin: Origin) -> Router {
+        self.processes.prepare();
         routes::router(self, origin)
     }
 

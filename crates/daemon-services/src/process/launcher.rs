@@ -45,7 +45,8 @@ impl Launchers {
         answered.await.map_err(io::Error::other)
     }
 
-    fn give(&self, mut job: Job) -> io::Result<()> {
+    /// Runs a job on some thread, a new one if all are busy.
+    pub(crate) fn give(&self, mut job: Job) -> io::Result<()> {
         loop {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(thread) = state.idle.pop() else {

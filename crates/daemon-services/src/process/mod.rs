@@ -221,8 +221,10 @@ impl Process {
 
 #[derive(Debug, Default)]
 struct Registry {
-    /// Running, or ended with something left behind.
-    living: HashMap<u32, Arc<Process>>,
+    /// Running, or ended with something left behind. By serial number, since the pid of a leader
+    /// that has ended may be another's by now.
+    living: HashMap<u64, Arc<Process>>,
+    started: u64,
     /// Oldest first.
     remembered: VecDeque<(Instant, Arc<Process>)>,
 }
@@ -257,6 +259,20 @@ impl Processes {
             registry: Mutex::default(),
             is_root: rustix::process::geteuid().is_root(),
             reset_oom_score: score.trim() != "0",
+        }
+    }
+
+    /// Prepares what the next start needs, without waiting for it.
+    pub(crate) fn prepare(&self) {
+        let Some(groups) = self.groups.clone() else { return };
+        let work = move |free: &dyn Fn()| {
+            if let Err(error) = groups.refill() {
+                tracing::warn!(%error, "cannot prepare a process group");
+            }
+            free();
+        };
+        if let Err(error) = self.launchers.give(Box::new(work)) {
+            tracing::debug!(%error, "no thread to prepare a process group");
         }
     }
 
@@ -295,22 +311,20 @@ impl Processes {
             .cloned()
     }
 
-    fn insert(&self, process: &Arc<Process>) {
-        self.registry().living.insert(process.pid, Arc::clone(process));
+    /// Adds a process and returns its serial number.
+    fn insert(&self, process: &Arc<Process>) -> u64 {
+        let mut registry = self.registry();
+        registry.started += 1;
+        let serial = registry.started;
+        registry.living.insert(serial, Arc::clone(process));
+        serial
     }
 
     /// Moves a process whose group is empty from the living to the remembered.
-    fn remember(&self, process: &Arc<Process>) {
+    fn remember(&self, serial: u64, process: &Arc<Process>) {
         let now = Instant::now();
         let mut registry = self.registry();
-        // Its pid may be another's by now.
-        if registry
-            .living
-            .get(&process.pid)
-            .is_some_and(|found| Arc::ptr_eq(found, process))
-        {
-            registry.living.remove(&process.pid);
-        }
+        registry.living.remove(&serial);
         registry.remembered.push_back((now, Arc::clone(process)));
         while registry.remembered.len() > REMEMBERED
             || registry

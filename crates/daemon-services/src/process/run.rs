@@ -36,6 +36,7 @@ const MAX_LISTED_ENVIRONMENT: usize = 16 * 1024;
 #[derive(Debug)]
 pub(crate) struct Started {
     pub(crate) process: Arc<Process>,
+    serial: u64,
     child: Child,
     sources: Vec<(Stream, Source)>,
 }
@@ -150,9 +151,10 @@ impl Processes {
             end: OnceLock::new(),
             ended: watch::Sender::new(false),
         });
-        self.insert(&process);
+        let serial = self.insert(&process);
         Ok(Started {
             process,
+            serial,
             child,
             sources: ends.sources,
         })
@@ -161,13 +163,7 @@ impl Processes {
     /// Supervises a started process until its end, and after it until its group is empty.
     pub(crate) fn watch(self: &Arc<Self>, started: Started, deadline: Option<Instant>) {
         tokio::spawn(supervise(Arc::clone(self), started, deadline));
-        if let Some(groups) = self.groups.clone() {
-            tokio::task::spawn_blocking(move || {
-                if let Err(error) = groups.refill() {
-                    tracing::warn!(%error, "cannot prepare a process group");
-                }
-            });
-        }
+        self.prepare();
     }
 }
 
@@ -175,6 +171,7 @@ impl Processes {
 async fn supervise(processes: Arc<Processes>, started: Started, deadline: Option<Instant>) {
     let Started {
         process,
+        serial,
         child,
         sources,
     } = started;
@@ -254,10 +251,10 @@ async fn supervise(processes: Arc<Processes>, started: Started, deadline: Option
             tracing::debug!(%error, "cannot watch what a process left behind");
         }
         process.handles().group = None;
-        processes.remember(&process);
+        processes.remember(serial, &process);
         group.remove().await;
     } else {
-        processes.remember(&process);
+        processes.remember(serial, &process);
     }
 }
 
