@@ -120,7 +120,14 @@ impl Loop {
 
     fn run(mut self) -> io::Error {
         loop {
-            if let Err(error) = self.pump().and_then(|()| self.wait()) {
+            if let Err(error) = self.pump() {
+                return error;
+            }
+            // The answer to an identity is on its way.
+            if let Err(error) = self.control.files.tidy() {
+                say!("cannot tidy the identity files: {error}");
+            }
+            if let Err(error) = self.wait() {
                 return error;
             }
         }

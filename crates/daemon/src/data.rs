@@ -89,6 +89,10 @@ impl DataGate {
         }
     }
 
+    fn is_newest(&self, session: u64) -> bool {
+        self.lock().session == session
+    }
+
     fn lock(&self) -> MutexGuard<'_, Newest> {
         self.newest.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -117,7 +121,8 @@ pub async fn serve(port: Port, gate: Arc<DataGate>, router: Router) -> io::Error
             let tasks = SessionTasks::default();
             tokio::select! {
                 outcome = serve_session(stream, nonce, router.clone(), tasks.clone()) => {
-                    if let Err(error) = outcome {
+                    // The end of a session that another has replaced is no news.
+                    if let (Err(error), true) = (outcome, gate.is_newest(session)) {
                         say!("the data session ended: {error}");
                     }
                 }

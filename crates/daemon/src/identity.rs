@@ -5,17 +5,22 @@
 //! | clock, entropy, generation | yes | yes |
 //! | machine id, boot id, host name, guest token | yes | no |
 //!
-//! This is on the way of every create, in a machine that may be emulated and has executed nothing yet: few system calls on
-//! files opened long before, all of them in memory.
+//! This is on the way of every create, in a machine that may be emulated and has executed nothing yet, where every path
+//! through the kernel costs about a millisecond the first time. So [`IdentityFiles::apply`] only writes contents of fixed
+//! lengths over the old ones, in files opened long before, all in memory; [`IdentityFiles::tidy`], after the answer, cuts
+//! the padding off and enters the host name in the hosts file.
 
 use std::{
     fs::{self, File, Permissions},
     io,
     os::unix::fs::{FileExt, PermissionsExt},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
-use space_channel::{Identity, IdentityMode};
+use space_channel::{
+    Identity, IdentityMode,
+    message::{MAX_HOSTNAME, MAX_TOKEN},
+};
 
 use crate::kernel::Kernel;
 
@@ -33,13 +38,15 @@ pub struct IdentityFiles {
     hosts: File,
     token: File,
     generation: u64,
+    /// Host name and length of the token that [`IdentityFiles::tidy`] has yet to deal with.
+    untidy: Option<(String, usize)>,
 }
 
 impl IdentityFiles {
     /// Makes the files in `directory`, which exists.
     pub fn create(directory: &Path) -> io::Result<Self> {
         let create = |name: &str| -> io::Result<File> {
-            let path: PathBuf = directory.join(name);
+            let path = directory.join(name);
             let file = File::options()
                 .read(true)
                 .write(true)
@@ -56,14 +63,19 @@ impl IdentityFiles {
             hosts: create("hosts")?,
             token: create("token")?,
             generation: 0,
+            untidy: None,
         })
     }
 
     /// Sets what there is before the first identity.
-    pub fn begin(&self, boot_id: &[u8], hosts: &[u8], hostname: &str) -> io::Result<()> {
+    pub fn begin(&mut self, boot_id: &[u8], hosts: &[u8], hostname: &str) -> io::Result<()> {
+        overwrite(&self.machine_id, b"uninitialized\n")?;
         overwrite(&self.boot_id, boot_id)?;
         overwrite(&self.hosts, hosts)?;
-        self.name(hostname)
+        self.hostname
+            .write_all_at(&padded::<{ MAX_HOSTNAME + 1 }>(hostname), 0)?;
+        self.untidy = Some((hostname.to_owned(), 0));
+        self.tidy()
     }
 
     /// The generation of the last identity, zero before the first.
@@ -71,7 +83,8 @@ impl IdentityFiles {
         self.generation
     }
 
-    /// Applies an identity as far as it goes; the first failure is reported, the rest done all the same.
+    /// Applies an identity as far as it goes; the first failure is reported, the rest done all the same. What programs
+    /// read is right from here on, but for newlines at the end and the hosts file, until [`IdentityFiles::tidy`].
     pub fn apply(
         &mut self,
         kernel: &dyn Kernel,
@@ -89,34 +102,48 @@ impl IdentityFiles {
         if identity.mode == IdentityMode::New {
             attempt(
                 "write the machine id",
-                overwrite(&self.machine_id, &machine_id(&identity.machine_id)),
+                self.machine_id.write_all_at(&machine_id(&identity.machine_id), 0),
             );
             attempt(
                 "write the boot id",
-                overwrite(&self.boot_id, &uuid(&identity.boot_id)),
+                self.boot_id.write_all_at(&uuid(&identity.boot_id), 0),
             );
             attempt(
                 "write the token",
-                overwrite(&self.token, identity.guest_token.as_bytes()),
+                self.token
+                    .write_all_at(&padded::<MAX_TOKEN>(&identity.guest_token), 0),
             );
             if !identity.hostname.is_empty() {
+                let name = padded::<{ MAX_HOSTNAME + 1 }>(&identity.hostname);
+                attempt("write the host name", self.hostname.write_all_at(&name, 0));
                 attempt("set the host name", kernel.set_hostname(&identity.hostname));
-                attempt("write the host name", self.name(&identity.hostname));
             }
+            self.untidy = Some((identity.hostname.clone(), identity.guest_token.len()));
         }
         first
     }
 
-    /// Writes the host name where programs look for it, so that resolving it needs no network.
-    fn name(&self, hostname: &str) -> io::Result<()> {
-        overwrite(&self.hostname, format!("{hostname}\n").as_bytes())?;
+    /// Does what [`IdentityFiles::apply`] left for later, if anything.
+    pub fn tidy(&mut self) -> io::Result<()> {
+        let Some((hostname, token)) = self.untidy.take() else {
+            return Ok(());
+        };
+        self.token.set_len(token as u64)?;
+        if self.generation > 0 {
+            self.machine_id.set_len(33)?;
+            self.boot_id.set_len(37)?;
+        }
+        if hostname.is_empty() {
+            return Ok(());
+        }
+        self.hostname.set_len(hostname.len() as u64 + 1)?;
         let length = self.hosts.metadata()?.len();
         if length > MAX_HOSTS {
             return Ok(());
         }
         let mut old = vec![0; usize::try_from(length).unwrap_or_default()];
         self.hosts.read_exact_at(&mut old, 0)?;
-        overwrite(&self.hosts, &renamed(&old, hostname))
+        overwrite(&self.hosts, &renamed(&old, &hostname))
     }
 }
 
@@ -143,28 +170,37 @@ fn overwrite(file: &File, content: &[u8]) -> io::Result<()> {
     file.set_len(content.len() as u64)
 }
 
-fn hex(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
-    const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    bytes
-        .iter()
-        .flat_map(|byte| [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]])
-}
-
-fn machine_id(bytes: &[u8; 16]) -> Vec<u8> {
-    hex(bytes).chain([b'\n']).collect()
-}
-
-fn uuid(bytes: &[u8; 16]) -> Vec<u8> {
-    let digits: Vec<u8> = hex(bytes).collect();
-    let mut text = Vec::with_capacity(37);
-    for (from, to) in [(0, 8), (8, 12), (12, 16), (16, 20), (20, 32)] {
-        if from > 0 {
-            text.push(b'-');
-        }
-        text.extend_from_slice(&digits[from..to]);
+/// A text followed by newlines, which shells take off again.
+fn padded<const LENGTH: usize>(text: &str) -> [u8; LENGTH] {
+    let mut bytes = [b'\n'; LENGTH];
+    for (to, from) in bytes.iter_mut().zip(text.bytes()) {
+        *to = from;
     }
-    text.push(b'\n');
+    bytes
+}
+
+fn machine_id(id: &[u8; 16]) -> [u8; 33] {
+    let mut text = [b'\n'; 33];
+    write_hex(id, &mut text);
     text
+}
+
+/// In groups of 8, 4, 4, 4 and 12 digits.
+fn uuid(id: &[u8; 16]) -> [u8; 37] {
+    let mut text = [b'-'; 37];
+    for (bytes, at) in [(0..4, 0), (4..6, 9), (6..8, 14), (8..10, 19), (10..16, 24)] {
+        write_hex(&id[bytes], &mut text[at..]);
+    }
+    text[36] = b'\n';
+    text
+}
+
+fn write_hex(bytes: &[u8], text: &mut [u8]) {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    for (digits, byte) in text.chunks_exact_mut(2).zip(bytes) {
+        digits[0] = DIGITS[usize::from(byte >> 4)];
+        digits[1] = DIGITS[usize::from(byte & 15)];
+    }
 }
 
 #[cfg(test)]
@@ -204,11 +240,21 @@ mod tests {
         assert_eq!(files.generation(), 3);
         assert_eq!(
             (read("machine-id"), read("boot-id"), read("token")),
-            ("".into(), "before\n".into(), "".into())
+            ("uninitialized\n".into(), "before\n".into(), "".into())
         );
 
         files.apply(&kernel, &identity(IdentityMode::New)).unwrap();
         assert_eq!(kernel.calls()[2..], ["reseed 9", "clock 5", "hostname one"]);
+        assert_eq!(read("token").trim_end(), "secret");
+        assert_eq!(read("machine-id"), format!("{}\n", "ab".repeat(16)));
+        assert_eq!(read("boot-id"), "12121212-1212-1212-1212-121212121212\n");
+        // What an agent appended, or the padding, is gone after tidying.
+        fs::write(
+            directory.path().join("machine-id"),
+            format!("{}\nmore", "ab".repeat(16)),
+        )
+        .unwrap();
+        files.tidy().unwrap();
         assert_eq!(read("machine-id"), format!("{}\n", "ab".repeat(16)));
         assert_eq!(read("boot-id"), "12121212-1212-1212-1212-121212121212\n");
         assert_eq!(read("token"), "secret");

@@ -100,7 +100,7 @@ fn settle_network() {
 fn settle_files() -> io::Result<IdentityFiles> {
     let run = Path::new(RUN_DIRECTORY);
     fs::set_permissions(run, fs::Permissions::from_mode(0o755))?;
-    let files = IdentityFiles::create(run)?;
+    let mut files = IdentityFiles::create(run)?;
     let small = |path: &str| fs::metadata(path).is_ok_and(|data| data.is_file() && data.len() <= MAX_HOSTS);
     let hosts = if small("/etc/hosts") {
         fs::read("/etc/hosts")?

@@ -51,7 +51,10 @@ async fn hello_identity_health_and_clock_are_answered() {
         fs::read_to_string(stand.path("machine-id")).unwrap(),
         format!("{}\n", "cd".repeat(16))
     );
-    assert_eq!(fs::read_to_string(stand.path("token")).unwrap(), "secret");
+    assert_eq!(
+        fs::read_to_string(stand.path("token")).unwrap().trim_end(),
+        "secret"
+    );
     control.clock(5, LIMIT).await.unwrap();
     control.quiesce(LIMIT).await.unwrap();
     assert_eq!(control.health(LIMIT).await.unwrap().processes, 0);
