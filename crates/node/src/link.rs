@@ -9,7 +9,11 @@
 //! One data session belongs to one control connection, for the nonce is used once. Opening is done by one task at a
 //! time, which goes on when the caller that wanted it has gone; everyone else waits for its outcome.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
@@ -24,6 +28,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
+    create::milliseconds,
     failure::chain,
     seam::{DataStream, TunnelStream},
 };
@@ -41,6 +46,11 @@ pub(crate) enum LinkError {
     #[error("cannot open the {port} port")]
     Port {
         port: &'static str,
+        #[source]
+        source: VmmError,
+    },
+    #[error("cannot let the machine run")]
+    Resume {
         #[source]
         source: VmmError,
     },
@@ -186,21 +196,34 @@ impl Link {
         owner: Owner,
         limit: Duration,
     ) -> Result<Arc<Self>, LinkError> {
+        let begun = Instant::now();
         let control = open_control(machine.as_ref(), generation).await?;
         let resume = async {
-            machine.resume().await.map_err(|source| LinkError::Port {
-                port: "control",
-                source,
-            })
+            machine
+                .resume()
+                .await
+                .map_err(|source| LinkError::Resume { source })?;
+            Ok::<_, LinkError>(milliseconds(begun))
         };
-        let greeted = async { Ok(control.greeted(limit).await?) };
+        let greeted = async {
+            control.greeted(limit).await?;
+            Ok::<_, LinkError>(milliseconds(begun))
+        };
         let identity = async {
-            Ok(control
+            control
                 .identity(secrets.identity(hostname, generation), limit)
-                .await?)
+                .await?;
+            Ok::<_, LinkError>(milliseconds(begun))
         };
         // The identity is queued first: `join!` polls in order, and the machine's first steps should find it there.
-        tokio::try_join!(identity, greeted, resume)?;
+        let (identified_ms, greeted_ms, resumed_ms) = tokio::try_join!(identity, greeted, resume)?;
+        tracing::debug!(
+            sandbox = hostname,
+            resumed_ms,
+            greeted_ms,
+            identified_ms,
+            "the daemon has its identity"
+        );
         let session = Session {
             control: Arc::new(control),
             nonce_used: false,
