@@ -80,6 +80,21 @@ impl Node {
     }
 }
 
+impl Drop for Node {
+    /// Also after a failed assertion nothing stays on the host.
+    fn drop(&mut self) {
+        let privileges = self.privileges.clone();
+        let sweep = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap();
+            runtime.block_on(privileges.sweep(&BTreeSet::new())).unwrap();
+        });
+        sweep.join().unwrap();
+    }
+}
+
 async fn ended(mut spawned: Spawned) -> ExitStatus {
     let wait = spawned.exit.wait_for(Option::is_some);
     let status = tokio::time::timeout(Duration::from_secs(10), wait)
