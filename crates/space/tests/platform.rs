@@ -310,7 +310,8 @@ fn a_shell_is_a_terminal_and_gives_ours_back() {
     // The new size takes a moment to get through.
     terminal.send("until [ \"$(stty size)\" = '50 132' ]; do sleep 0.1; done; echo re''sized\n");
     terminal.wait_for("resized");
-    terminal.send("sleep 100\n");
+    terminal.send("echo be''gun; sleep 100\n");
+    terminal.wait_for("begun");
     terminal.send("\u{3}");
     terminal.send("echo aft''er; exit 3\n");
     terminal.wait_for("after");
@@ -350,9 +351,10 @@ fn keys_open_and_close() {
     let output = with(key);
     assert_eq!(output.status.code(), Some(5));
     assert!(String::from_utf8_lossy(&output.stderr).contains("Hint:"));
+    let log = platform.log();
     assert!(
-        !platform.log().contains(key) && !platform.log().contains(platform.key())
-            || platform.log().matches(platform.key()).count() <= 2
+        !log.contains(key) && !log.contains(platform.key()),
+        "a key is in the log"
     );
     assert!(platform.succeed(&["template", "ls"]).contains("base:latest"));
 }

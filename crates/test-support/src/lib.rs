@@ -148,13 +148,12 @@ impl Platform {
             .open(self.log_path())
             .expect("the log can be written");
         let mut command = self.up();
-        let log = log.into_file();
         command
             .arg("--ready-file")
             .arg(&ready)
             .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a descriptor"))
-            .stderr(log);
+            .stdout(Stdio::null())
+            .stderr(log.into_file());
         self.child = Some(command.spawn().expect("space can be started"));
         let begin = Instant::now();
         loop {
@@ -280,8 +279,8 @@ impl Platform {
     ///
     /// If it fails, or its output is no JSON.
     pub fn json(&self, arguments: &[&str]) -> Value {
-        let text = self.succeed(&[arguments, &["--json"]].concat());
-        serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
+        let text = self.succeed(&[&["--json"], arguments].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text:.2000}"))
     }
 
     /// Kills it with a signal that it cannot see.
@@ -309,7 +308,7 @@ impl Platform {
         })
     }
 
-    /// What it has said.
+    /// What it has logged.
     pub fn log(&self) -> String {
         fs_err::read_to_string(self.log_path()).unwrap_or_default()
     }

@@ -22,11 +22,24 @@ impl Remains {
     pub fn of(name: &str, data: &Path) -> Self {
         let prefix = format!("space-{name}-");
         let run = Path::new("/run/space").join(name);
+        // Below the installation's own group, which stays, in each hierarchy.
         let mut groups = BTreeSet::new();
-        find_groups(Path::new("/sys/fs/cgroup"), &prefix, 3, &mut groups);
+        let root = Path::new("/sys/fs/cgroup");
+        let hierarchies = names(root)
+            .into_iter()
+            .map(|each| root.join(each))
+            .chain([root.to_owned()]);
+        for hierarchy in hierarchies {
+            let own = hierarchy.join(format!("space-{name}"));
+            let below = names(&own)
+                .into_iter()
+                .map(|each| own.join(each))
+                .filter(|path| path.is_dir());
+            groups.extend(below.map(|path| path.display().to_string()));
+        }
         let mounts = fs_err::read_to_string("/proc/self/mounts").unwrap_or_default();
         Self {
-            monitors: monitors(&run),
+            monitors: monitors(name),
             networks: names(Path::new("/run/netns"))
                 .into_iter()
                 .filter(|each| each.starts_with(&prefix))
@@ -58,31 +71,17 @@ fn names(directory: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Processes whose command line names the run directory: monitors get every path explicitly.
-fn monitors(run: &Path) -> BTreeSet<u32> {
-    let needle = run.as_os_str().as_encoded_bytes();
+/// Processes in the installation's control groups: monitors, and nothing else.
+fn monitors(name: &str) -> BTreeSet<u32> {
+    let group = format!(":/space-{name}/");
     names(Path::new("/proc"))
         .into_iter()
-        .filter_map(|name| name.parse::<u32>().ok())
+        .filter_map(|each| each.parse::<u32>().ok())
         .filter(|pid| {
-            let line = fs_err::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            line.windows(4).any(|part| part == b"qemu")
-                && line.windows(needle.len()).any(|part| part == needle)
+            let groups = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+            // A dead one that init has not reaped yet has no command line.
+            groups.contains(&group)
+                && fs_err::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
         })
         .collect()
-}
-
-fn find_groups(directory: &Path, prefix: &str, depth: usize, found: &mut BTreeSet<String>) {
-    for name in names(directory) {
-        let path = directory.join(&name);
-        if !path.is_dir() {
-            continue;
-        }
-        if name.starts_with(prefix) {
-            found.insert(path.display().to_string());
-        }
-        if depth > 1 {
-            find_groups(&path, prefix, depth - 1, found);
-        }
-    }
 }

@@ -240,7 +240,12 @@ pub(crate) fn find_daemon(given: Option<&Path>) -> Result<PathBuf, CliError> {
             let program = std::env::current_exe()?;
             let beside = program.parent().unwrap_or(Path::new("/"));
             // Of a build tree first: what lies beside us there is built for the host, not linked statically for a guest.
-            let of = |profile: &str| beside.join("../x86_64-unknown-linux-gnu").join(profile).join("space-daemon");
+            let of = |profile: &str| {
+                beside
+                    .join("../x86_64-unknown-linux-gnu")
+                    .join(profile)
+                    .join("space-daemon")
+            };
             vec![of("debug"), of("release"), beside.join("space-daemon")]
         }
     };

@@ -5,7 +5,7 @@ use std::{
     collections::HashSet,
     ffi::{OsStr, OsString},
     os::unix::{
-        ffi::OsStrExt as _,
+        ffi::{OsStrExt as _, OsStringExt as _},
         fs::{OpenOptionsExt as _, PermissionsExt as _, symlink},
     },
     path::{Path, PathBuf},
@@ -14,11 +14,14 @@ use std::{
 use futures_util::StreamExt as _;
 use rustix::fs::OFlags;
 use sha2::{Digest as _, Sha256};
-use space_client::{Entry, EntryKind, Sandbox};
+use space_client::{CollectLimits, Command, Entry, EntryKind, Sandbox};
 use tokio::io::AsyncWriteExt as _;
 
 use super::{MAX_DEPTH, MAX_ENTRIES, Moved, join, last_part, lossy};
 use crate::error::{CliError, Kind};
+
+/// Longest content of a link, as of the kernel.
+const MAX_LINK: usize = 4096;
 
 /// Copies `source` to `destination`, or into it if that is a directory.
 pub(super) async fn copy(
@@ -61,7 +64,7 @@ async fn directory(
     moved: &mut Moved,
 ) -> Result<(), CliError> {
     // Links are made last, so that no path of ours leads through one of theirs.
-    let mut links: Vec<(OsString, PathBuf)> = Vec::new();
+    let mut links: Vec<(Vec<u8>, PathBuf)> = Vec::new();
     let mut waiting = vec![(source, target, 0_usize)];
     let mut seen = 0;
     while let Some((from, to, depth)) = waiting.pop() {
@@ -96,14 +99,13 @@ async fn directory(
                     moved.files += 1;
                     moved.bytes += bytes;
                 }
-                EntryKind::Other => match &entry.target {
-                    Some(target) => links.push((target.into(), path)),
-                    None => moved.skipped.push(lossy(&entry.path)),
-                },
+                EntryKind::Other if entry.target.is_some() => links.push((join(&from, &entry.name), path)),
+                EntryKind::Other => moved.skipped.push(lossy(&entry.path)),
             }
         }
     }
-    for (content, path) in links {
+    for (inside, path) in links {
+        let content = OsString::from_vec(link_content(sandbox, &inside, user).await?);
         match symlink(&content, &path) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
                 return Err(anyhow::Error::new(error)
@@ -151,6 +153,30 @@ async fn file(
     }
     file.flush().await?;
     Ok((bytes, space_api::key::hex(&digest.finalize())))
+}
+
+/// What a link says. The files API tells where it leads in the end, which is not the same.
+async fn link_content(sandbox: &Sandbox, path: &[u8], user: Option<&str>) -> Result<Vec<u8>, CliError> {
+    let mut command = Command::new("readlink")
+        .arg("-n")
+        .arg("--")
+        .arg(OsStr::from_bytes(path));
+    if let Some(user) = user {
+        command = command.user(user);
+    }
+    let limits = CollectLimits {
+        head: MAX_LINK,
+        tail: 0,
+    };
+    let output = sandbox.run(&command, limits).await?;
+    if output.end.exit_code != 0 || output.stdout.truncated {
+        return Err(CliError::environment(format!(
+            "the link {} cannot be read: {}",
+            lossy(path),
+            output.stderr.text().trim()
+        )));
+    }
+    Ok(output.stdout.head)
 }
 
 /// A name that is one plain part of a path.
