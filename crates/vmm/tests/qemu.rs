@@ -79,7 +79,11 @@ async fn clones_answer_and_are_apart(lab: &Lab, template: &lab::Template) -> Res
         let start = Instant::now();
         let (running, mut port) = lab.run(template).await?;
         ensure!(port.ask(&format!("hello {number}")).await? == format!("hello {number}"));
-        println!("clone {number}: start to answer {:?} {:?}", start.elapsed(), running.steps);
+        println!(
+            "clone {number}: start to answer {:?} {:?}",
+            start.elapsed(),
+            running.steps
+        );
         clones.push((running, port));
     }
     for (number, (_, port)) in clones.iter_mut().enumerate() {
