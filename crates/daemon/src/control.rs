@@ -239,7 +239,7 @@ impl Loop {
                 self.done(sequence, outcome);
             }
             HostMessage::Freeze { deadline_ms } => {
-                self.freeze(sequence, Duration::from_millis(deadline_ms.into()))
+                self.freeze(sequence, Duration::from_millis(deadline_ms.into()));
             }
             HostMessage::Thaw { realtime_ns } => {
                 // The clock first: nobody in the agent's group shall see the old time.

@@ -49,3 +49,50 @@ pub async fn serve(listener: TcpListener, router: Router) {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+    };
+
+    use super::*;
+
+    async fn ask(address: SocketAddr) -> String {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: guest\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    /// Clients that connect and say nothing must not keep others out for ever once they are gone.
+    #[tokio::test]
+    async fn places_are_given_back() {
+        let listener = listen(0).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let router = Router::new().route("/health", axum::routing::get(|| async { "well" }));
+        let mut server = JoinSet::new();
+        server.spawn(serve(listener, router));
+        for _ in 0..2 {
+            let mut silent = Vec::new();
+            for _ in 0..MAX_CONNECTIONS {
+                silent.push(TcpStream::connect(address).await.unwrap());
+            }
+            drop(silent);
+            let answer = tokio::time::timeout(Duration::from_secs(20), ask(address))
+                .await
+                .unwrap();
+            assert!(
+                answer.starts_with("HTTP/1.1 200") && answer.ends_with("well"),
+                "{answer}"
+            );
+        }
+    }
+}
