@@ -91,18 +91,6 @@ const NEEDS: &[Need] = &[
         "unpacks kernel modules",
     ),
     need(
-        "cpio",
-        Evidence::Program("cpio"),
-        Purpose::Demo,
-        "packs the guest's first filesystem",
-    ),
-    need(
-        "iproute2",
-        Evidence::Program("ip"),
-        Purpose::Demo,
-        "shows network namespaces",
-    ),
-    need(
         "procps",
         Evidence::Program("kill"),
         Purpose::Demo,
@@ -127,6 +115,21 @@ const NEEDS: &[Need] = &[
         "runs E2B's JavaScript SDK",
     ),
     need("npm", Evidence::Program("npm"), Purpose::Test, "installs it"),
+    need(
+        "cpio",
+        Evidence::Program("cpio"),
+        Purpose::Test,
+        "reads the guest's first filesystem back",
+    ),
+    Need {
+        backports: true,
+        ..need(
+            "qemu-utils",
+            Evidence::Program("qemu-img"),
+            Purpose::Test,
+            "checks the disk images that are written here",
+        )
+    },
     need(
         "busybox-static",
         Evidence::StaticBusybox,
