@@ -92,7 +92,12 @@ async fn openapi() -> Response {
 }
 
 async fn no_such_path(method: Method, uri: Uri) -> ApiError {
-    let shown: String = uri.path().chars().take(128).flat_map(char::escape_debug).collect();
+    let shown: String = uri
+        .path()
+        .chars()
+        .take(128)
+        .flat_map(char::escape_debug)
+        .collect();
     ApiError::new(
         StatusCode::NOT_FOUND,
         ErrorCode::RouteNotFound,

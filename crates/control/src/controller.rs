@@ -158,7 +158,9 @@ async fn mark_running(app: &App, status: &SandboxStatus) -> Result<(), StoreErro
         size: status.size,
         ready_ms: status.ready_ms,
     };
-    app.store.mark_running(&status.id, status.generation, &ready).await?;
+    app.store
+        .mark_running(&status.id, status.generation, &ready)
+        .await?;
     Ok(())
 }
 

@@ -58,9 +58,8 @@ pub(crate) async fn create(
     let project = project.clone();
     let span = tracing::info_span!("create", sandbox = tracing::field::Empty, template = %body.template_id);
     let owner = app.tasks.clone();
-    let task = owner.spawn(
-        async move { run(&app, &project, version, body, idempotency_key).await }.instrument(span),
-    );
+    let task = owner
+        .spawn(async move { run(&app, &project, version, body, idempotency_key).await }.instrument(span));
     task.await.map_err(|error| ApiError::internal(&error))?
 }
 
@@ -189,7 +188,9 @@ async fn finish(
 async fn undo(app: &App, new: &NewSandbox, why: &str) {
     match app.node.delete(&new.id).await {
         Ok(_) | Err(NodeError::NotFound { .. }) => {}
-        Err(error) => tracing::warn!(%error, "the remains of a failed create stay until the controller finds them"),
+        Err(error) => {
+            tracing::warn!(%error, "the remains of a failed create stay until the controller finds them")
+        }
     }
     let end = End {
         generation: new.generation,
@@ -278,7 +279,10 @@ async fn size(app: &App, body: &Body) -> Result<Option<SizeClass>, ApiError> {
 pub(crate) fn names(template: &TemplateInfo, asked: &str) -> bool {
     template.name == asked
         || template.digest == asked
-        || template.name.split_once(':').is_some_and(|(bare, _)| bare == asked)
+        || template
+            .name
+            .split_once(':')
+            .is_some_and(|(bare, _)| bare == asked)
 }
 
 fn request_hash(version: Version, body: &Body) -> String {

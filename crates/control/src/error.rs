@@ -60,7 +60,9 @@ impl ApiError {
             ErrorCode::SandboxNotFound,
             format!("sandbox \"{id}\" was not found"),
         )
-        .hint(format!("if it has ended, GET /v1/sandboxes/{id} tells when and why"))
+        .hint(format!(
+            "if it has ended, GET /v1/sandboxes/{id} tells when and why"
+        ))
     }
 
     pub(crate) fn not_available(feature: &str) -> Self {
@@ -137,13 +139,11 @@ impl From<NodeError> for ApiError {
             )
             .hint("everything was undone; try again, and see the platform's log if it persists")
             .retry(true),
-            NodeError::ShuttingDown => Self::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                ErrorCode::ShuttingDown,
-                message,
-            )
-            .hint("try again when the platform has been started again")
-            .retry(false),
+            NodeError::ShuttingDown => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, ErrorCode::ShuttingDown, message)
+                    .hint("try again when the platform has been started again")
+                    .retry(false)
+            }
             NodeError::Internal { .. } => Self::internal(&error),
         }
     }

@@ -12,7 +12,8 @@ pub fn document() -> OpenApi {
         .info({
             let mut info = Info::new("SPACE", "1");
             info.description = Some(
-                "Sandboxes for agents. Paths outside `/v1/` are E2B's, so that its SDKs work unchanged.".to_owned(),
+                "Sandboxes for agents. Paths outside `/v1/` are E2B's, so that its SDKs work unchanged."
+                    .to_owned(),
             );
             info
         })

@@ -111,7 +111,9 @@ impl Control {
         connections.wait().await;
         self.app.tasks.close();
         if tokio::time::timeout(SETTLE, self.app.tasks.wait()).await.is_err() {
-            tracing::warn!("creates or deletes were still under way at shutdown; the next start settles them");
+            tracing::warn!(
+                "creates or deletes were still under way at shutdown; the next start settles them"
+            );
         }
         controller_stop.cancel();
         background.close();

@@ -7,11 +7,7 @@ use axum::{
 use http::{HeaderMap, StatusCode, header, request::Parts};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
-use space_api::{
-    error::ErrorCode,
-    id::SandboxId,
-    key::ApiKey,
-};
+use space_api::{error::ErrorCode, id::SandboxId, key::ApiKey};
 use space_store::{Principal, SandboxRow};
 
 use crate::{app::App, error::ApiError};
@@ -29,7 +25,9 @@ impl FromRequestParts<App> for Caller {
                 ErrorCode::AuthenticationRequired,
                 "no API key was sent",
             )
-            .hint("send it as X-API-KEY, or set E2B_API_KEY for E2B's SDKs; `space up` prints the first one"));
+            .hint(
+                "send it as X-API-KEY, or set E2B_API_KEY for E2B's SDKs; `space up` prints the first one",
+            ));
         };
         let refused = || {
             ApiError::new(
@@ -102,7 +100,11 @@ impl FromRequestParts<App> for PathId {
 pub(super) fn sandbox_id(text: &str) -> Result<SandboxId, ApiError> {
     let id = text.split_once('-').map_or(text, |(id, _)| id);
     id.parse().map_err(|error: space_api::id::ParseIdError| {
-        ApiError::new(StatusCode::BAD_REQUEST, ErrorCode::InvalidSandboxId, error.to_string())
+        ApiError::new(
+            StatusCode::BAD_REQUEST,
+            ErrorCode::InvalidSandboxId,
+            error.to_string(),
+        )
     })
 }
 
@@ -113,7 +115,9 @@ impl<T: DeserializeOwned> FromRequest<App> for JsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
-        json(request.into_body(), app.config.limits.api_body).await.map(Self)
+        json(request.into_body(), app.config.limits.api_body)
+            .await
+            .map(Self)
     }
 }
 
@@ -124,7 +128,9 @@ impl<T: DeserializeOwned> FromRequest<App> for CreateBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
-        json(request.into_body(), app.config.limits.create_body).await.map(Self)
+        json(request.into_body(), app.config.limits.create_body)
+            .await
+            .map(Self)
     }
 }
 
@@ -183,11 +189,18 @@ impl FromRequestParts<App> for Query {
 impl Query {
     /// The value of `key`, unless it is absent or empty.
     pub(super) fn text(&self, key: &str) -> Option<&str> {
-        self.0.get(key).map(String::as_str).filter(|value| !value.is_empty())
+        self.0
+            .get(key)
+            .map(String::as_str)
+            .filter(|value| !value.is_empty())
     }
 
     /// The value of `key`, parsed.
-    pub(super) fn parsed<T: std::str::FromStr>(&self, key: &'static str, expected: &str) -> Result<Option<T>, ApiError> {
+    pub(super) fn parsed<T: std::str::FromStr>(
+        &self,
+        key: &'static str,
+        expected: &str,
+    ) -> Result<Option<T>, ApiError> {
         self.text(key)
             .map(|text| {
                 text.parse()

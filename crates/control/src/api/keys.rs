@@ -55,8 +55,12 @@ pub(super) async fn revoke(
     Path(id): Path<String>,
 ) -> Result<StatusCode, ApiError> {
     let missing = || {
-        ApiError::new(StatusCode::NOT_FOUND, ErrorCode::KeyNotFound, "there is no such API key")
-            .hint("GET /v1/keys lists those there are")
+        ApiError::new(
+            StatusCode::NOT_FOUND,
+            ErrorCode::KeyNotFound,
+            "there is no such API key",
+        )
+        .hint("GET /v1/keys lists those there are")
     };
     let id: KeyId = id.parse().map_err(|_| missing())?;
     if app.store.revoke_key(&caller.0.project.id, &id).await? {

@@ -50,7 +50,9 @@ async fn end_now(app: &App, row: &SandboxRow) -> Result<(), ApiError> {
         Ok(record) => {
             app.record_end(&record).await?;
         }
-        Err(NodeError::NotFound { end: Some(record), .. }) => {
+        Err(NodeError::NotFound {
+            end: Some(record), ..
+        }) => {
             app.record_end(&record).await?;
         }
         Err(NodeError::NotFound { end: None, .. }) => {
@@ -151,7 +153,9 @@ async fn connect(
     timeout_within(timeout, &caller.0.project)?;
     let row = caller.live(app, id).await?;
     if row.state == SandboxState::Creating {
-        return Err(ApiError::transitioning(format!("sandbox {id} is still being created")));
+        return Err(ApiError::transitioning(format!(
+            "sandbox {id} is still being created"
+        )));
     }
     extend(app, &row, timeout).await?;
     Ok(Json(views::sandbox(&row, &app.config)))
@@ -182,7 +186,9 @@ async fn move_deadline(app: &App, id: &SandboxId, deadline: Timestamp) -> Result
 
 /// The answer to a node's refusal; an end that comes with it is recorded.
 async fn settled(app: &App, error: NodeError) -> ApiError {
-    if let NodeError::NotFound { end: Some(record), .. } = &error
+    if let NodeError::NotFound {
+        end: Some(record), ..
+    } = &error
         && let Err(error) = app.record_end(record).await
     {
         return error.into();

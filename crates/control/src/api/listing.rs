@@ -12,11 +12,7 @@ use http::HeaderValue;
 use jiff::Timestamp;
 use percent_encoding::percent_decode_str;
 use serde::Serialize;
-use space_api::{
-    e2b::ListedSandbox,
-    error::ErrorBody,
-    lifecycle::SandboxState,
-};
+use space_api::{e2b::ListedSandbox, error::ErrorBody, lifecycle::SandboxState};
 use space_store::{Cursor, ListFilter, SortOrder};
 
 use super::{
@@ -50,7 +46,10 @@ pub(super) async fn list_v1(
     };
     let page = app.store.list(&caller.0.project.id, &filter).await?;
     Ok(Json(
-        page.rows.into_iter().map(|row| views::listed(row, &app.config)).collect(),
+        page.rows
+            .into_iter()
+            .map(|row| views::listed(row, &app.config))
+            .collect(),
     ))
 }
 
@@ -69,7 +68,11 @@ pub(super) async fn list_v1(
     responses((status = 200, body = Vec<ListedSandbox>), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody)),
     security(("key" = [])),
 )]
-pub(super) async fn list_v2(State(app): State<App>, caller: Caller, query: Query) -> Result<Response, ApiError> {
+pub(super) async fn list_v2(
+    State(app): State<App>,
+    caller: Caller,
+    query: Query,
+) -> Result<Response, ApiError> {
     let filter = ListFilter {
         states: states(query.text("state").unwrap_or("running,paused"))?,
         metadata: metadata(query.text("metadata").unwrap_or_default()),
@@ -84,12 +87,18 @@ pub(super) async fn list_v2(State(app): State<App>, caller: Caller, query: Query
         limit: limit(&query)?,
     };
     let page = app.store.list(&caller.0.project.id, &filter).await?;
-    let rows: Vec<_> = page.rows.into_iter().map(|row| views::listed(row, &app.config)).collect();
+    let rows: Vec<_> = page
+        .rows
+        .into_iter()
+        .map(|row| views::listed(row, &app.config))
+        .collect();
     Ok(paged(&rows, page.next.as_ref()))
 }
 
 pub(super) fn limit(query: &Query) -> Result<u32, ApiError> {
-    let limit = query.parsed::<u32>("limit", "a number from 1 to 1000")?.unwrap_or(DEFAULT_LIMIT);
+    let limit = query
+        .parsed::<u32>("limit", "a number from 1 to 1000")?
+        .unwrap_or(DEFAULT_LIMIT);
     if (1..=ListFilter::MAX_LIMIT).contains(&limit) {
         Ok(limit)
     } else {

@@ -18,7 +18,11 @@ use crate::{app::App, error::ApiError};
     responses((status = 200, body = LogsV1), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)),
     security(("key" = [])),
 )]
-pub(super) async fn v1(State(app): State<App>, caller: Caller, PathId(id): PathId) -> Result<Json<LogsV1>, ApiError> {
+pub(super) async fn v1(
+    State(app): State<App>,
+    caller: Caller,
+    PathId(id): PathId,
+) -> Result<Json<LogsV1>, ApiError> {
     let log_entries = entries(&app, &caller, &id).await?;
     let logs = log_entries
         .iter()
@@ -51,7 +55,9 @@ pub(super) async fn v2(
 ) -> Result<Json<LogsV2>, ApiError> {
     let mut logs = entries(&app, &caller, &id).await?;
     let cursor = query.parsed::<i64>("cursor", "milliseconds since 1970")?;
-    let limit = query.parsed::<usize>("limit", "a number from 1 to 1000")?.unwrap_or(1000);
+    let limit = query
+        .parsed::<usize>("limit", "a number from 1 to 1000")?
+        .unwrap_or(1000);
     let backward = match query.text("direction") {
         None | Some("forward") => false,
         Some("backward") => true,
@@ -63,7 +69,10 @@ pub(super) async fn v2(
     logs.retain(|entry| {
         let at = entry.timestamp.as_millisecond();
         let wanted = cursor.is_none_or(|cursor| if backward { at <= cursor } else { at >= cursor });
-        wanted && query.text("search").is_none_or(|search| entry.message.contains(search))
+        wanted
+            && query
+                .text("search")
+                .is_none_or(|search| entry.message.contains(search))
     });
     logs.truncate(limit);
     Ok(Json(LogsV2 { logs }))

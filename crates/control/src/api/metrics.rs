@@ -65,7 +65,9 @@ pub(super) async fn of_many(
         .map(sandbox_id)
         .collect::<Result<Vec<_>, _>>()?;
     if ids.len() > MAX_SANDBOXES {
-        return Err(ApiError::bad_request(format!("at most {MAX_SANDBOXES} sandbox_ids")));
+        return Err(ApiError::bad_request(format!(
+            "at most {MAX_SANDBOXES} sandbox_ids"
+        )));
     }
     let (app, caller) = (&app, &caller);
     let sandboxes = stream::iter(ids)

@@ -54,9 +54,17 @@ pub(super) async fn sandbox(
         ("nextToken" = Option<String>, Query, description = "Header `x-next-token` of the page before"),
     ),
     responses((status = 200, body = Vec<SandboxRecord>), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody)), security(("key" = [])))]
-pub(super) async fn sandboxes(State(app): State<App>, caller: Caller, query: Query) -> Result<Response, ApiError> {
+pub(super) async fn sandboxes(
+    State(app): State<App>,
+    caller: Caller,
+    query: Query,
+) -> Result<Response, ApiError> {
     let ended = query.parsed::<bool>("ended", "true or false")?;
-    let live = [SandboxState::Creating, SandboxState::Running, SandboxState::Stopping];
+    let live = [
+        SandboxState::Creating,
+        SandboxState::Running,
+        SandboxState::Stopping,
+    ];
     let mut states = Vec::new();
     if ended != Some(true) {
         states.extend(live);

@@ -112,7 +112,9 @@ pub(super) async fn detail(
 ) -> Result<Json<SandboxDetail>, ApiError> {
     let row = caller.live(&app, &id).await?;
     if row.state == SandboxState::Creating {
-        return Err(ApiError::transitioning(format!("sandbox {id} is still being created")));
+        return Err(ApiError::transitioning(format!(
+            "sandbox {id} is still being created"
+        )));
     }
     Ok(Json(views::detail(row, &app.config)))
 }

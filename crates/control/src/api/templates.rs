@@ -84,7 +84,11 @@ pub(super) async fn alias(
 /// Removes a template's name and, when nothing uses it any more, its files.
 #[utoipa::path(delete, path = "/templates/{templateID}", tag = "templates", params(("templateID" = String, Path)),
     responses((status = 204), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
-pub(super) async fn delete(State(app): State<App>, _: Caller, Path(name): Path<String>) -> Result<StatusCode, ApiError> {
+pub(super) async fn delete(
+    State(app): State<App>,
+    _: Caller,
+    Path(name): Path<String>,
+) -> Result<StatusCode, ApiError> {
     let found = find(&app, &name).await?;
     app.node.delete_template(&found.name).await?;
     app.forget_templates();

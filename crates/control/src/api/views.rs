@@ -82,5 +82,8 @@ pub(super) fn record(row: SandboxRow) -> SandboxRecord {
 
 /// A template's name without its tag.
 pub(super) fn alias(template: &str) -> String {
-    template.split_once(':').map_or(template, |(bare, _)| bare).to_owned()
+    template
+        .split_once(':')
+        .map_or(template, |(bare, _)| bare)
+        .to_owned()
 }

@@ -16,21 +16,31 @@ pub(super) fn fields(body: &NewSandbox, project: &Project) -> Result<(), ApiErro
     template(&body.template_id)?;
     if let Some(timeout) = body.timeout {
         if timeout == 0 {
-            return Err(ApiError::bad_request("a timeout of 0 would end the sandbox at once").hint("ask for at least 1 second"));
+            return Err(
+                ApiError::bad_request("a timeout of 0 would end the sandbox at once")
+                    .hint("ask for at least 1 second"),
+            );
         }
         timeout_within(timeout, project)?;
     }
     if let Some(metadata) = &body.metadata {
-        let bytes: usize = metadata.iter().map(|(key, value)| key.len() + value.len() + 6).sum();
+        let bytes: usize = metadata
+            .iter()
+            .map(|(key, value)| key.len() + value.len() + 6)
+            .sum();
         if bytes > MAX_METADATA {
-            return Err(ApiError::bad_request(format!("metadata is larger than {MAX_METADATA} bytes")));
+            return Err(ApiError::bad_request(format!(
+                "metadata is larger than {MAX_METADATA} bytes"
+            )));
         }
     }
     for (name, value) in body.env_vars.iter().flatten() {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
             let shown: String = name.chars().take(64).flat_map(char::escape_debug).collect();
-            return Err(ApiError::bad_request(format!("\"{shown}\" is not a usable environment variable"))
-                .hint("names are not empty and hold neither = nor NUL; values hold no NUL"));
+            return Err(
+                ApiError::bad_request(format!("\"{shown}\" is not a usable environment variable"))
+                    .hint("names are not empty and hold neither = nor NUL; values hold no NUL"),
+            );
         }
     }
     features(body)
@@ -56,7 +66,11 @@ fn template(name: &str) -> Result<(), ApiError> {
         && name
             .bytes()
             .all(|byte| byte.is_ascii_alphanumeric() || b"-_.:/@".contains(&byte));
-    if usable { Ok(()) } else { Err(template_not_found(name)) }
+    if usable {
+        Ok(())
+    } else {
+        Err(template_not_found(name))
+    }
 }
 
 fn features(body: &NewSandbox) -> Result<(), ApiError> {
@@ -74,7 +88,11 @@ fn features(body: &NewSandbox) -> Result<(), ApiError> {
     if present(&body.iam) {
         return Err(ApiError::not_available("workload identity (iam)").hint("leave iam out"));
     }
-    if body.volume_mounts.as_ref().is_some_and(|mounts| !mounts.is_empty()) {
+    if body
+        .volume_mounts
+        .as_ref()
+        .is_some_and(|mounts| !mounts.is_empty())
+    {
         return Err(ApiError::not_available("mounting volumes (volumeMounts)").hint("leave volumeMounts out"));
     }
     body.network.as_ref().map_or(Ok(()), network)
@@ -82,8 +100,11 @@ fn features(body: &NewSandbox) -> Result<(), ApiError> {
 
 fn network(network: &NetworkConfig) -> Result<(), ApiError> {
     let refuse = |field: &str| {
-        Err(ApiError::not_available(&format!("a way out of the sandbox (network.{field})"))
-            .hint(format!("leave {field} out; in this version no sandbox reaches any network")))
+        Err(
+            ApiError::not_available(&format!("a way out of the sandbox (network.{field})")).hint(format!(
+                "leave {field} out; in this version no sandbox reaches any network"
+            )),
+        )
     };
     let some = |list: &Option<Vec<String>>| list.as_ref().is_some_and(|list| !list.is_empty());
     if some(&network.allow_out) {
@@ -98,16 +119,27 @@ fn network(network: &NetworkConfig) -> Result<(), ApiError> {
     if network.rules.as_ref().is_some_and(asks_for_something) {
         return refuse("rules");
     }
-    if network.https_ports.as_ref().is_some_and(|ports| !ports.is_empty()) {
-        return Err(ApiError::not_available("TLS to a port inside (network.httpsPorts)").hint("leave httpsPorts out"));
+    if network
+        .https_ports
+        .as_ref()
+        .is_some_and(|ports| !ports.is_empty())
+    {
+        return Err(
+            ApiError::not_available("TLS to a port inside (network.httpsPorts)").hint("leave httpsPorts out"),
+        );
     }
     if let Some(host) = &network.mask_request_host {
         let usable = !host.is_empty()
             && host.len() <= MAX_HOST
-            && host.replace("${PORT}", "1").bytes().all(|byte| byte.is_ascii_graphic() && !b"/\\@?#".contains(&byte));
+            && host
+                .replace("${PORT}", "1")
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic() && !b"/\\@?#".contains(&byte));
         if !usable {
-            return Err(ApiError::bad_request("network.maskRequestHost is not a host name")
-                .hint("for example localhost:${PORT}"));
+            return Err(
+                ApiError::bad_request("network.maskRequestHost is not a host name")
+                    .hint("for example localhost:${PORT}"),
+            );
         }
     }
     Ok(())

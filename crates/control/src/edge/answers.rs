@@ -90,9 +90,11 @@ impl Answer {
             Self::NoSuchPath { id } => plain(StatusCode::NOT_FOUND, id, "There is no such path"),
             Self::Ambiguous { id, what } => plain(StatusCode::BAD_REQUEST, id, what),
             Self::Forbidden { id, why } => plain(StatusCode::FORBIDDEN, id, why),
-            Self::Unresponsive { id, .. } => {
-                plain(StatusCode::GATEWAY_TIMEOUT, id, "The sandbox is running but its daemon does not answer")
-            }
+            Self::Unresponsive { id, .. } => plain(
+                StatusCode::GATEWAY_TIMEOUT,
+                id,
+                "The sandbox is running but its daemon does not answer",
+            ),
             Self::Broken { id, .. } => plain(
                 StatusCode::SERVICE_UNAVAILABLE,
                 id,
@@ -103,10 +105,16 @@ impl Answer {
                 id,
                 "The sandbox is running but what listens on the port did not answer",
             ),
-            Self::ShuttingDown { id } => plain(StatusCode::SERVICE_UNAVAILABLE, id, "The platform is shutting down"),
-            Self::Failed { id, .. } => {
-                plain(StatusCode::INTERNAL_SERVER_ERROR, id, "The platform failed to reach the sandbox")
-            }
+            Self::ShuttingDown { id } => plain(
+                StatusCode::SERVICE_UNAVAILABLE,
+                id,
+                "The platform is shutting down",
+            ),
+            Self::Failed { id, .. } => plain(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                id,
+                "The platform failed to reach the sandbox",
+            ),
         }
     }
 
@@ -134,7 +142,12 @@ impl Answer {
 impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (status, body) = self.parts();
-        write!(f, "{} {}", status.as_u16(), body["message"].as_str().unwrap_or_default())?;
+        write!(
+            f,
+            "{} {}",
+            status.as_u16(),
+            body["message"].as_str().unwrap_or_default()
+        )?;
         match self {
             Self::Unresponsive { what, .. } | Self::Broken { what, .. } | Self::Failed { what, .. } => {
                 write!(f, ": {what}")
@@ -173,13 +186,20 @@ pub(super) fn add_slash(target: &Target, uri: &Uri) -> Response {
     let Ok(location) = HeaderValue::from_str(&location) else {
         return StatusCode::BAD_REQUEST.into_response();
     };
-    (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, location)], Body::empty()).into_response()
+    (
+        StatusCode::TEMPORARY_REDIRECT,
+        [(header::LOCATION, location)],
+        Body::empty(),
+    )
+        .into_response()
 }
 
 fn html(status: StatusCode, body: &Value) -> Response {
     let message = escape(body["message"].as_str().unwrap_or_default());
     let id = escape(body["sandboxId"].as_str().unwrap_or_default());
-    let port = body["port"].as_u64().map_or_else(String::new, |port| format!("<dt>port</dt><dd>{port}</dd>"));
+    let port = body["port"]
+        .as_u64()
+        .map_or_else(String::new, |port| format!("<dt>port</dt><dd>{port}</dd>"));
     let code = status.as_u16();
     let page = format!(
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><title>{code} {message}</title>\

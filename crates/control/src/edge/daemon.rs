@@ -35,9 +35,18 @@ pub(super) async fn serve(
 ) -> Result<Response, Answer> {
     let (parts, body) = request.into_parts();
     let (path, query) = path_and_query(target, &parts.uri);
-    let admission = guard::admit(route, target, &parts.method, path, query.unwrap_or_default(), &parts.headers)?;
+    let admission = guard::admit(
+        route,
+        target,
+        &parts.method,
+        path,
+        query.unwrap_or_default(),
+        &parts.headers,
+    )?;
     if parts.method == Method::CONNECT {
-        return Err(Answer::NoSuchPath { id: target.id.clone() });
+        return Err(Answer::NoSuchPath {
+            id: target.id.clone(),
+        });
     }
     awake(route).await?;
 
@@ -49,7 +58,9 @@ pub(super) async fn serve(
     }
     let uri = channel_uri(target, path, query)?;
     let body = if body.is_end_stream() {
-        http_body_util::Empty::new().map_err(|never| match never {}).boxed()
+        http_body_util::Empty::new()
+            .map_err(|never| match never {})
+            .boxed()
     } else {
         SyncBody::new(Guarded::new(body, app.config.limits.edge_idle)).boxed()
     };
@@ -130,7 +141,9 @@ fn channel_uri(target: &Target, path: &str, query: Option<&str>) -> Result<Uri, 
         .authority("localhost")
         .path_and_query(path_and_query)
         .build()
-        .map_err(|_| Answer::NoSuchPath { id: target.id.clone() })
+        .map_err(|_| Answer::NoSuchPath {
+            id: target.id.clone(),
+        })
 }
 
 /// When the edge ends a command stream that the guest has not: the client's own limit and some grace.
@@ -196,7 +209,10 @@ mod sync_wrapper_body {
             mut self: Pin<&mut Self>,
             cx: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
-            let inner = self.0.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let inner = self
+                .0
+                .get_mut()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
             inner.as_mut().poll_frame(cx)
         }
 
@@ -205,7 +221,9 @@ mod sync_wrapper_body {
         }
 
         fn size_hint(&self) -> SizeHint {
-            self.0.lock().map_or_else(|_| SizeHint::default(), |inner| inner.size_hint())
+            self.0
+                .lock()
+                .map_or_else(|_| SizeHint::default(), |inner| inner.size_hint())
         }
     }
 }

@@ -33,7 +33,10 @@ pub(super) enum Admission {
 
 /// Whether this is a browser's question, which never carries a token.
 pub(super) fn is_preflight<B>(request: &Request<B>) -> bool {
-    request.method() == Method::OPTIONS && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+    request.method() == Method::OPTIONS
+        && request
+            .headers()
+            .contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
 /// Admits a request to the daemon or says why not. `path` and `query` are those the daemon will see.
@@ -46,7 +49,9 @@ pub(super) fn admit(
     headers: &HeaderMap,
 ) -> Result<Admission, Answer> {
     if is_host_only(path) {
-        return Err(Answer::NoSuchPath { id: target.id.clone() });
+        return Err(Answer::NoSuchPath {
+            id: target.id.clone(),
+        });
     }
     let Some(token) = &route.access_token else {
         return Ok(Admission::Token);
@@ -86,7 +91,9 @@ pub(super) fn admit(
             };
         }
     }
-    refused("unauthorized access: send the sandbox's access token as X-Access-Token, or a signed URL for files")
+    refused(
+        "unauthorized access: send the sandbox's access token as X-Access-Token, or a signed URL for files",
+    )
 }
 
 /// Whether a path means one of the host-only calls, however it is spelt.
@@ -151,7 +158,13 @@ fn verify(
 }
 
 /// E2B's signature, version 1.
-pub(super) fn signature(path: &str, operation: &str, user: &str, token: &str, expiration: Option<i64>) -> String {
+pub(super) fn signature(
+    path: &str,
+    operation: &str,
+    user: &str,
+    token: &str,
+    expiration: Option<i64>,
+) -> String {
     let mut text = format!("{path}:{operation}:{user}:{token}");
     if let Some(expiration) = expiration {
         text.push(':');
@@ -186,10 +199,28 @@ mod tests {
 
     #[test]
     fn host_only_calls_are_known_however_they_are_spelt() {
-        for path in ["/init", "//init", "/init/", "/INIT", "/%69nit", "/%2569nit", "/x/../init", "/./init", "/fsfreeze", "\\init"] {
+        for path in [
+            "/init",
+            "//init",
+            "/init/",
+            "/INIT",
+            "/%69nit",
+            "/%2569nit",
+            "/x/../init",
+            "/./init",
+            "/fsfreeze",
+            "\\init",
+        ] {
             assert!(is_host_only(path), "{path}");
         }
-        for path in ["/", "/health", "/files", "/initial", "/init/x", "/process.Process/Start"] {
+        for path in [
+            "/",
+            "/health",
+            "/files",
+            "/initial",
+            "/init/x",
+            "/process.Process/Start",
+        ] {
             assert!(!is_host_only(path), "{path}");
         }
     }

@@ -49,7 +49,9 @@ pub(super) fn for_guest(target: &Target, from: &HeaderMap) -> HeaderMap {
     let mut headers = from.clone();
     remove_hop_by_hop(&mut headers);
     // gRPC will not speak without it, and of all its values only this one may go on.
-    let trailers = from.get(header::TE).is_some_and(|te| te.as_bytes().eq_ignore_ascii_case(b"trailers"));
+    let trailers = from
+        .get(header::TE)
+        .is_some_and(|te| te.as_bytes().eq_ignore_ascii_case(b"trailers"));
     headers.remove(header::TE);
     if trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -86,7 +88,11 @@ fn join_cookies(headers: &mut HeaderMap) {
     if cookies.iter().count() < 2 {
         return;
     }
-    let joined = cookies.iter().map(HeaderValue::as_bytes).collect::<Vec<_>>().join(&b"; "[..]);
+    let joined = cookies
+        .iter()
+        .map(HeaderValue::as_bytes)
+        .collect::<Vec<_>>()
+        .join(&b"; "[..]);
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
         headers.insert(header::COOKIE, joined);
     }
@@ -111,7 +117,10 @@ pub(super) fn permit_all_origins(headers: &mut HeaderMap) {
     headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
     headers.remove(header::ACCESS_CONTROL_ALLOW_CREDENTIALS);
     if !headers.contains_key(header::ACCESS_CONTROL_EXPOSE_HEADERS) {
-        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("*"));
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static("*"),
+        );
     }
 }
 
@@ -130,7 +139,10 @@ pub(super) fn preflight(asked: &HeaderMap) -> Response {
         .cloned()
         .unwrap_or_else(|| HeaderValue::from_static("*"));
     headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, allowed);
-    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_AGE));
+    headers.insert(
+        header::ACCESS_CONTROL_MAX_AGE,
+        HeaderValue::from_static(PREFLIGHT_AGE),
+    );
     response
 }
 
@@ -145,7 +157,9 @@ pub(super) fn contain_page(target: &Target, headers: &mut HeaderMap) {
         HeaderValue::from_static(PAGE_POLICY),
     );
     if let Routing::Path { prefix, .. } = &target.routing
-        && let Some(location) = headers.get(header::LOCATION).and_then(|value| value.to_str().ok())
+        && let Some(location) = headers
+            .get(header::LOCATION)
+            .and_then(|value| value.to_str().ok())
         && let Some(moved) = relocated(location, prefix, target.port)
         && let Ok(moved) = HeaderValue::from_str(&moved)
     {
@@ -180,9 +194,21 @@ mod tests {
     fn redirects_stay_under_their_path() {
         let moved = |location| relocated(location, "/sandbox/x/8000", 8000);
         assert_eq!(moved("/login").as_deref(), Some("/sandbox/x/8000/login"));
-        assert_eq!(moved("http://localhost:8000/a?b").as_deref(), Some("/sandbox/x/8000/a?b"));
-        assert_eq!(moved("http://127.0.0.1:8000").as_deref(), Some("/sandbox/x/8000/"));
-        for unchanged in ["login", "//evil.example/", "https://example.com/", "http://localhost:80001/", "/sandbox/x/8000/a"] {
+        assert_eq!(
+            moved("http://localhost:8000/a?b").as_deref(),
+            Some("/sandbox/x/8000/a?b")
+        );
+        assert_eq!(
+            moved("http://127.0.0.1:8000").as_deref(),
+            Some("/sandbox/x/8000/")
+        );
+        for unchanged in [
+            "login",
+            "//evil.example/",
+            "https://example.com/",
+            "http://localhost:80001/",
+            "/sandbox/x/8000/a",
+        ] {
             assert_eq!(moved(unchanged), None, "{unchanged}");
         }
     }

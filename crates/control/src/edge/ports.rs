@@ -38,7 +38,9 @@ pub(super) async fn serve(
         });
     }
     if request.method() == Method::CONNECT {
-        return Err(Answer::NoSuchPath { id: target.id.clone() });
+        return Err(Answer::NoSuchPath {
+            id: target.id.clone(),
+        });
     }
     awake(route).await?;
 
@@ -61,7 +63,9 @@ pub(super) async fn serve(
     *outgoing.headers_mut() = headers::for_guest(target, &parts.headers);
     describe(app, route, target, &parts, &authority, outgoing.headers_mut());
     if let Some((protocol, _)) = &upgrade {
-        outgoing.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        outgoing
+            .headers_mut()
+            .insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
         outgoing.headers_mut().insert(header::UPGRADE, protocol.clone());
     }
     replace_token(app, route, &parts, outgoing.headers_mut()).await?;
@@ -136,8 +140,12 @@ fn origin_form(target: &Target, uri: &Uri) -> Result<Uri, Answer> {
         Routing::Path { rest: Some(rest), .. } => rest.as_str(),
         _ => uri.path(),
     };
-    let text = uri.query().map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"));
-    text.parse().map_err(|_| Answer::NoSuchPath { id: target.id.clone() })
+    let text = uri
+        .query()
+        .map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"));
+    text.parse().map_err(|_| Answer::NoSuchPath {
+        id: target.id.clone(),
+    })
 }
 
 /// `Host` and what says where the request came from, in place of what the client claims.
@@ -166,9 +174,16 @@ fn describe(
     };
     set("host", &host);
     set("x-forwarded-host", authority);
-    let scheme = if app.config.public_url.starts_with("https:") { "https" } else { "http" };
+    let scheme = if app.config.public_url.starts_with("https:") {
+        "https"
+    } else {
+        "http"
+    };
     set("x-forwarded-proto", scheme);
-    let peer = parts.extensions.get::<Peer>().map_or_else(String::new, |peer| peer.0.ip().to_string());
+    let peer = parts
+        .extensions
+        .get::<Peer>()
+        .map_or_else(String::new, |peer| peer.0.ip().to_string());
     set("x-forwarded-for", &peer);
     let prefix = match &target.routing {
         Routing::Path { prefix, .. } => prefix.as_str(),
@@ -245,7 +260,8 @@ fn splice(app: &App, client: OnUpgrade, mut response: Response<hyper::body::Inco
     let (mut head, _) = response.into_parts();
     let protocol = head.headers.get(header::UPGRADE).cloned();
     headers::remove_hop_by_hop(&mut head.headers);
-    head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    head.headers
+        .insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     if let Some(protocol) = protocol {
         head.headers.insert(header::UPGRADE, protocol);
     }

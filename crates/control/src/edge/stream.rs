@@ -79,7 +79,10 @@ where
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
         if *this.ended {
             return Poll::Ready(None);
@@ -140,7 +143,11 @@ where
 }
 
 /// The outcome in the stream's own words if it can still be said, the bare error if not.
-fn last_words(envelopes: Option<&Envelopes>, code: &str, error: BoxError) -> Option<Result<Frame<Bytes>, BoxError>> {
+fn last_words(
+    envelopes: Option<&Envelopes>,
+    code: &str,
+    error: BoxError,
+) -> Option<Result<Frame<Bytes>, BoxError>> {
     match envelopes {
         Some(envelopes) if envelopes.complete => None,
         Some(envelopes) if envelopes.between() => {
@@ -248,21 +255,28 @@ mod tests {
 
     fn parts(parts: Vec<Result<Vec<u8>, BoxError>>) -> impl Body<Data = Bytes, Error = BoxError> {
         StreamBody::new(futures_util::stream::iter(
-            parts.into_iter().map(|part| part.map(|bytes| Frame::data(Bytes::from(bytes)))),
+            parts
+                .into_iter()
+                .map(|part| part.map(|bytes| Frame::data(Bytes::from(bytes)))),
         ))
     }
 
     #[tokio::test]
     async fn a_broken_stream_ends_in_words_between_envelopes_and_in_an_error_within_one() {
         let whole = envelope(0, b"abc");
-        let body = Guarded::new(parts(vec![Ok(whole.clone()), Err("gone".into())]), Duration::from_secs(9)).connect_stream();
+        let body = Guarded::new(
+            parts(vec![Ok(whole.clone()), Err("gone".into())]),
+            Duration::from_secs(9),
+        )
+        .connect_stream();
         let bytes = body.collect().await.expect("ends in words").to_bytes();
         let last = &bytes[whole.len()..];
         assert_eq!(last[0], 2);
         assert!(String::from_utf8_lossy(last).contains("unavailable"));
 
         let half = whole[..6].to_vec();
-        let body = Guarded::new(parts(vec![Ok(half), Err("gone".into())]), Duration::from_secs(9)).connect_stream();
+        let body =
+            Guarded::new(parts(vec![Ok(half), Err("gone".into())]), Duration::from_secs(9)).connect_stream();
         assert!(body.collect().await.is_err());
 
         let ended = [whole.clone(), envelope(2, b"{}")].concat();
@@ -277,12 +291,17 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_silent_stream_and_a_late_one_are_ended() {
         let silent = StreamBody::new(futures_util::stream::pending::<Result<Frame<Bytes>, BoxError>>());
-        let error = Guarded::new(silent, Duration::from_secs(620)).collect().await.expect_err("idle");
+        let error = Guarded::new(silent, Duration::from_secs(620))
+            .collect()
+            .await
+            .expect_err("idle");
         assert!(error.to_string().contains("620"), "{error}");
 
         let late = StreamBody::new(futures_util::stream::pending::<Result<Frame<Bytes>, BoxError>>());
         let at = Instant::now() + Duration::from_secs(15);
-        let body = Guarded::new(late, Duration::from_secs(620)).connect_stream().deadline(Some(at));
+        let body = Guarded::new(late, Duration::from_secs(620))
+            .connect_stream()
+            .deadline(Some(at));
         let bytes = body.collect().await.expect("ends in words").to_bytes();
         assert!(String::from_utf8_lossy(&bytes).contains("deadline_exceeded"));
         assert_eq!(Instant::now(), at);

@@ -70,10 +70,14 @@ pub(crate) fn host<B>(request: &Request<B>) -> Option<String> {
 
 /// The host that was asked, as it was written.
 pub(crate) fn authority<B>(request: &Request<B>) -> Option<String> {
-    request.uri().authority().map(|authority| authority.as_str().to_owned()).or_else(|| {
-        let value = request.headers().get(http::header::HOST)?;
-        value.to_str().ok().map(str::to_owned)
-    })
+    request
+        .uri()
+        .authority()
+        .map(|authority| authority.as_str().to_owned())
+        .or_else(|| {
+            let value = request.headers().get(http::header::HOST)?;
+            value.to_str().ok().map(str::to_owned)
+        })
 }
 
 fn without_port(authority: &str) -> &str {

@@ -30,11 +30,28 @@ fn config() -> ControlConfig {
 fn headers_count_only_under_a_shared_host() {
     let id = SandboxId::random();
     let headers = [("e2b-sandbox-id", id.as_str()), ("e2b-sandbox-port", "49983")];
-    for host in ["localhost", "localhost:3000", "127.0.0.1:3000", "[::1]:3000", "sandbox.space.example", "BOX.internal:3000"] {
+    for host in [
+        "localhost",
+        "localhost:3000",
+        "127.0.0.1:3000",
+        "[::1]:3000",
+        "sandbox.space.example",
+        "BOX.internal:3000",
+    ] {
         let found = target::of(&config(), &request(host, "/health", &headers)).expect("parses");
-        assert_eq!(found.map(|t| (t.id, t.port, t.routing)), Some((id.clone(), 49983, Routing::Headers)), "{host}");
+        assert_eq!(
+            found.map(|t| (t.id, t.port, t.routing)),
+            Some((id.clone(), 49983, Routing::Headers)),
+            "{host}"
+        );
     }
-    for host in ["space.example", "api.space.example", "evil.example", "sandbox.evil.example", "xsandbox.space.example"] {
+    for host in [
+        "space.example",
+        "api.space.example",
+        "evil.example",
+        "sandbox.evil.example",
+        "xsandbox.space.example",
+    ] {
         let found = target::of(&config(), &request(host, "/health", &headers)).expect("parses");
         assert_eq!(found, None, "{host}");
     }
@@ -50,7 +67,10 @@ fn bad_names_of_sandboxes_are_no_requests_to_the_api() {
         ("localhost", "/sandbox/aaaaaaaaaaaaaaaaaaaa/+80/"),
         ("localhost", "/sandbox/aaaaaaaaaaaaaaaaaaaa"),
     ] {
-        assert!(target::of(&config(), &request(host, path, &[])).is_err(), "{host} {path}");
+        assert!(
+            target::of(&config(), &request(host, path, &[])).is_err(),
+            "{host} {path}"
+        );
     }
 }
 

@@ -1,0 +1,13 @@
+//! The control plane through its own port, over a real store and a node that is faked in process.
+
+mod daemon;
+mod fake;
+mod idempotency;
+mod openapi;
+mod platform;
+mod ports;
+mod quotas;
+mod recovery;
+mod rest;
+mod shutdown;
+mod signed;

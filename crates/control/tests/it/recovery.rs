@@ -1,0 +1,185 @@
+//! What the store says and what the node does are made to agree.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use serde_json::Value;
+use space_api::{
+    id::SandboxId,
+    lifecycle::{EndCause, SandboxState},
+    rest::Quotas,
+    size::SizeClass,
+};
+use space_control::Limits;
+use space_node::SandboxStatus;
+use space_store::{Claim, NewSandbox, Prior, Reservation, SqliteStore, Store as _};
+
+use crate::{
+    fake::{FakeNode, eventually},
+    platform::Platform,
+};
+
+async fn cause(platform: &Platform, id: &SandboxId) -> Value {
+    let record: Value = platform
+        .get(&format!("/v1/sandboxes/{id}"))
+        .await
+        .json()
+        .await
+        .expect("json");
+    record["end_cause"]["kind"].clone()
+}
+
+#[tokio::test]
+async fn a_machine_that_dies_is_recorded_when_the_node_tells() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    platform.node.crash(&sandbox.id, true);
+    eventually("recorded", async || {
+        cause(&platform, &sandbox.id).await == "vmm_failed"
+    })
+    .await;
+    assert_eq!(
+        platform.get(&format!("/sandboxes/{}", sandbox.id)).await.status(),
+        404
+    );
+}
+
+#[tokio::test]
+async fn a_machine_that_dies_unheard_is_found_by_comparison() {
+    let limits = Limits {
+        reconcile: Duration::from_millis(50),
+        ..Limits::default()
+    };
+    let platform = Platform::start_with(Quotas::default(), FakeNode::new(), limits).await;
+    let (journalled, lost) = (platform.create().await, platform.create().await);
+    platform.node.crash(&journalled.id, false);
+    platform.node.lose(&lost.id);
+    eventually("from the journal", async || {
+        cause(&platform, &journalled.id).await == "vmm_failed"
+    })
+    .await;
+    eventually("without one", async || {
+        cause(&platform, &lost.id).await == "platform_restarted"
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_next_start_settles_what_a_killed_platform_has_left() {
+    let node = FakeNode::new();
+    let first = Platform::start_with(Quotas::default(), node.clone(), Limits::default()).await;
+    let (kept, lost) = (first.create().await, first.create().await);
+    let (directory, key) = (first.directory.clone(), first.owner.key.clone());
+    // As after a kill: nobody is told to stop. A create was under way, and one was made and not yet recorded.
+    first.server.abort();
+    node.lose(&lost.id);
+    let store = SqliteStore::open(&directory.path().join("control.db"))
+        .await
+        .expect("opens");
+    let half = |name: &str| {
+        let sandbox = NewSandbox {
+            id: SandboxId::random(),
+            project: first.owner.project.id.clone(),
+            template: "base".into(),
+            size: SizeClass::DEFAULT,
+            generation: 1,
+            metadata: std::collections::BTreeMap::new(),
+            access_token: None,
+            traffic_token: None,
+            mask_request_host: None,
+            started_at: Timestamp::now(),
+            deadline: Timestamp::now() + SignedDuration::from_secs(300),
+        };
+        let claim = Claim {
+            key: name.into(),
+            request_hash: "h".into(),
+            now: Timestamp::now(),
+        };
+        (sandbox, claim)
+    };
+    let (interrupted, interrupted_claim) = half("interrupted");
+    let (finished, finished_claim) = half("finished");
+    store
+        .reserve(&interrupted, Some(&interrupted_claim))
+        .await
+        .expect("reserves");
+    store
+        .reserve(&finished, Some(&finished_claim))
+        .await
+        .expect("reserves");
+    let status = |id: &SandboxId| SandboxStatus {
+        id: id.clone(),
+        project: first.owner.project.id.clone(),
+        state: SandboxState::Running,
+        template: "base:latest".into(),
+        template_digest: "sha256:00".into(),
+        size: SizeClass::DEFAULT,
+        generation: 1,
+        started_at: Timestamp::now(),
+        deadline: Timestamp::now() + SignedDuration::from_secs(300),
+        ready_ms: Some(1.0),
+    };
+    node.stray(status(&finished.id));
+    let stray = SandboxId::random();
+    node.stray(status(&stray));
+
+    let second = Platform::start_in(
+        directory,
+        Quotas::default(),
+        node.clone(),
+        Limits::default(),
+        Some(key),
+    )
+    .await;
+    assert!(!second.owner.key_is_new);
+    assert_eq!(second.get(&format!("/sandboxes/{}", kept.id)).await.status(), 200);
+    assert_eq!(
+        second.get(&format!("/sandboxes/{}", finished.id)).await.status(),
+        200
+    );
+    assert_eq!(cause(&second, &lost.id).await, "platform_restarted");
+    assert_eq!(cause(&second, &interrupted.id).await, "platform_restarted");
+    assert!(node.status_of(&stray).is_none(), "what nobody wants is deleted");
+    let again = async |claim: Claim| {
+        let (other, _) = half("x");
+        store.reserve(&other, Some(&claim)).await.expect("answers")
+    };
+    let outcome = again(interrupted_claim).await;
+    assert_eq!(outcome, Reservation::Used(Prior::Unknown));
+    let Reservation::Used(Prior::Done(row)) = again(finished_claim).await else {
+        panic!("the answer of a create that succeeded can be had");
+    };
+    assert_eq!(row.sandbox.id, finished.id);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_being_created_is_let_be() {
+    let limits = Limits {
+        reconcile: Duration::from_millis(10),
+        ..Limits::default()
+    };
+    let platform = Platform::start_with(Quotas::default(), FakeNode::new(), limits).await;
+    let request = platform
+        .request(reqwest::Method::POST, "/v2/sandboxes")
+        .json(&serde_json::json!({"templateID": "gated"}));
+    let create = tokio::spawn(request.send());
+    eventually("the node is asked", async || {
+        !platform.node.creates.lock().unwrap().is_empty()
+    })
+    .await;
+    let id = platform.node.creates.lock().unwrap()[0].id.clone();
+    // Several comparisons go by.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let row = platform
+        .store
+        .sandbox(&id)
+        .await
+        .expect("reads")
+        .expect("is there");
+    assert_eq!(
+        (row.state, row.end_cause),
+        (SandboxState::Creating, None::<EndCause>)
+    );
+    platform.node.gate.notify_one();
+    assert_eq!(create.await.expect("joins").expect("answers").status(), 201);
+}

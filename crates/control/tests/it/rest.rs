@@ -1,0 +1,790 @@
+//! E2B's calls and our own: shapes, statuses, and each kind of bad input.
+
+use jiff::{SignedDuration, Timestamp};
+use reqwest::Method;
+use serde_json::{Value, json};
+use space_api::{id::SandboxId, rest::Quotas};
+use space_store::Store as _;
+
+use crate::{
+    fake::eventually,
+    platform::{Platform, error},
+};
+
+fn at(body: &Value, field: &str) -> Timestamp {
+    body[field].as_str().expect(field).parse().expect("time")
+}
+
+#[tokio::test]
+async fn a_sandbox_lives_through_the_calls_of_both_versions() {
+    let platform = Platform::start().await;
+    for (create, connect) in [("/v2/sandboxes", "/v2/sandboxes"), ("/sandboxes", "/sandboxes")] {
+        let body = json!({
+            "timeout": 120, "metadata": {"user": "ann"}, "envVars": {"A": "1"}, "autoPause": false, "autoPauseMemory": true,
+            "autoResume": {"enabled": false}, "allow_internet_access": true, "network": {}, "mcp": null, "somethingNew": 1,
+        });
+        let sandbox = platform.create_with(create, body).await;
+        assert_eq!(sandbox.token.len(), 64);
+        assert_eq!(sandbox.body["envdVersion"], "0.6.13");
+        assert_eq!(sandbox.body["templateID"], "base:latest");
+        assert_eq!(sandbox.body["alias"], "base");
+        assert_eq!(sandbox.body.get("domain"), None);
+        let asked = platform
+            .node
+            .creates
+            .lock()
+            .unwrap()
+            .last()
+            .cloned()
+            .expect("created");
+        assert_eq!(asked.environment["A"], "1");
+        assert_eq!(asked.id, sandbox.id);
+        assert_eq!(asked.generation, 1);
+
+        let path = format!("/sandboxes/{}", sandbox.id);
+        let info: Value = platform.get(&path).await.json().await.expect("json");
+        assert_eq!(info["state"], "running");
+        assert_eq!(info["cpuCount"], 1);
+        assert_eq!(info["memoryMB"], 512);
+        assert_eq!(info["diskSizeMB"], 4096);
+        assert_eq!(info["metadata"]["user"], "ann");
+        assert_eq!(info["envdAccessToken"], sandbox.token.as_str());
+        assert_eq!(info["lifecycle"]["onTimeout"], "kill");
+        let left = at(&info, "endAt").duration_since(Timestamp::now());
+        assert!(
+            left > SignedDuration::from_secs(110) && left <= SignedDuration::from_secs(120),
+            "{left:?}"
+        );
+
+        // Connect extends, and never shortens.
+        let connect = format!("{connect}/{}/connect", sandbox.id);
+        for (timeout, least) in [(900, 890), (10, 880)] {
+            let response = platform.post(&connect, &json!({"timeout": timeout})).await;
+            assert_eq!(response.status(), 200);
+            let again: Value = response.json().await.expect("json");
+            assert_eq!(again["envdAccessToken"], sandbox.token.as_str());
+            let info: Value = platform.get(&path).await.json().await.expect("json");
+            assert!(at(&info, "endAt").duration_since(Timestamp::now()) > SignedDuration::from_secs(least));
+        }
+        // The timeout call does.
+        assert_eq!(
+            platform
+                .post(&format!("{path}/timeout"), &json!({"timeout": 60}))
+                .await
+                .status(),
+            204
+        );
+        let deadline = platform.node.status_of(&sandbox.id).expect("live").deadline;
+        assert!(deadline.duration_since(Timestamp::now()) <= SignedDuration::from_secs(60));
+        assert_eq!(
+            platform
+                .post(&format!("{path}/refreshes"), &json!({"duration": 600}))
+                .await
+                .status(),
+            204
+        );
+        let deadline = platform.node.status_of(&sandbox.id).expect("live").deadline;
+        assert!(deadline.duration_since(Timestamp::now()) > SignedDuration::from_secs(590));
+
+        let samples: Value = platform
+            .get(&format!("{path}/metrics?start=1500"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert_eq!(samples.as_array().map(Vec::len), Some(1));
+        assert_eq!(samples[0]["timestampUnix"], 2000);
+        assert_eq!(samples[0]["cpuUsedPct"], 12.5);
+        let many: Value = platform
+            .get(&format!(
+                "/sandboxes/metrics?sandbox_ids={},{}",
+                sandbox.id,
+                SandboxId::random()
+            ))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert_eq!(many["sandboxes"].as_object().map(serde_json::Map::len), Some(1));
+
+        assert_eq!(platform.delete(&path).await.status(), 204);
+        assert_eq!(platform.delete(&path).await.status(), 404);
+        for response in [
+            platform.get(&path).await,
+            platform.post(&connect, &json!({"timeout": 10})).await,
+            platform
+                .post(&format!("{path}/timeout"), &json!({"timeout": 10}))
+                .await,
+            platform.get(&format!("{path}/metrics")).await,
+        ] {
+            let (status, body) = error(response).await;
+            assert_eq!(status, 404);
+            assert_eq!(body["error_code"], "sandbox_not_found");
+            assert!(body["hint"].as_str().expect("hint").contains("/v1/sandboxes/"));
+        }
+        let record: Value = platform
+            .get(&format!("/v1/sandboxes/{}", sandbox.id))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert_eq!(record["state"], "ended");
+        assert_eq!(record["end_cause"]["kind"], "deleted");
+        assert_eq!(record["cpu_micros"], 1234);
+        assert_eq!(record["ready_ms"], 61.0);
+        let logs: Value = platform
+            .get(&format!("/v2{path}/logs?direction=backward"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert!(
+            logs["logs"][0]["message"]
+                .as_str()
+                .expect("text")
+                .starts_with("ended")
+        );
+        let logs: Value = platform
+            .get(&format!("{path}/logs"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert_eq!(logs["logEntries"].as_array().map(Vec::len), Some(3));
+    }
+    assert_eq!(platform.node.live_count(), 0);
+    platform.stop().await;
+}
+
+#[tokio::test]
+async fn sizes_are_chosen_at_create_and_checked() {
+    let platform = Platform::start().await;
+    let sandbox = platform
+        .create_with("/v2/sandboxes", json!({"cpuCount": 2, "memoryMB": 1024}))
+        .await;
+    let info: Value = platform
+        .get(&format!("/sandboxes/{}", sandbox.id))
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(
+        (
+            info["cpuCount"].clone(),
+            info["memoryMB"].clone(),
+            info["diskSizeMB"].clone()
+        ),
+        (2.into(), 1024.into(), 4096.into())
+    );
+    for bad in [
+        json!({"cpuCount": 0}),
+        json!({"cpuCount": 17}),
+        json!({"memoryMB": 100}),
+        json!({"diskSizeMB": 1}),
+    ] {
+        let mut body = bad.clone();
+        body["templateID"] = json!("base");
+        let (status, body) = error(platform.post("/v2/sandboxes", &body).await).await;
+        assert_eq!(status, 400, "{bad}");
+        assert!(
+            body["message"].as_str().expect("message").contains("expected"),
+            "{body}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn each_bad_input_has_its_own_answer() {
+    let platform = Platform::start().await;
+    let id = SandboxId::random();
+    let send = |method: Method, path: &str, body: &str| {
+        platform
+            .request(method, path)
+            .header("content-type", "application/json")
+            .body(body.to_owned())
+            .send()
+    };
+    let cases = [
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"nope"}"#.to_owned(),
+            404,
+            "template_not_found",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"no pe\u0007"}"#.to_owned(),
+            404,
+            "template_not_found",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":""}"#.to_owned(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            "{}".to_owned(),
+            400,
+            "invalid_json",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"#.to_owned(),
+            400,
+            "invalid_json",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"base","timeout":-1}"#.to_owned(),
+            400,
+            "invalid_json",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"base","timeout":0}"#.to_owned(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"base","timeout":99999999999}"#.to_owned(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            r#"{"templateID":"base","envVars":{"A=B":"1"}}"#.to_owned(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            "[".repeat(100_000),
+            400,
+            "invalid_json",
+        ),
+        (
+            Method::GET,
+            "/sandboxes/NOT_AN_ID".to_owned(),
+            String::new(),
+            400,
+            "invalid_sandbox_id",
+        ),
+        (
+            Method::DELETE,
+            "/sandboxes/%2e%2e%2fetc".to_owned(),
+            String::new(),
+            400,
+            "invalid_sandbox_id",
+        ),
+        (
+            Method::GET,
+            format!("/sandboxes/{id}"),
+            String::new(),
+            404,
+            "sandbox_not_found",
+        ),
+        (
+            Method::DELETE,
+            format!("/sandboxes/{id}"),
+            String::new(),
+            404,
+            "sandbox_not_found",
+        ),
+        (
+            Method::POST,
+            format!("/sandboxes/{id}/timeout"),
+            "{}".to_owned(),
+            400,
+            "invalid_json",
+        ),
+        (
+            Method::GET,
+            "/v2/sandboxes?limit=0".to_owned(),
+            String::new(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::GET,
+            "/v2/sandboxes?nextToken=zzz".to_owned(),
+            String::new(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::GET,
+            "/v2/sandboxes?state=flying".to_owned(),
+            String::new(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::GET,
+            "/v2/sandboxes?startedAfter=soon".to_owned(),
+            String::new(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::GET,
+            "/nowhere".to_owned(),
+            String::new(),
+            404,
+            "route_not_found",
+        ),
+        (
+            Method::PUT,
+            "/v2/sandboxes".to_owned(),
+            String::new(),
+            405,
+            "method_not_allowed",
+        ),
+        (
+            Method::POST,
+            "/v2/sandboxes".to_owned(),
+            format!(r#"{{"templateID":"{}"}}"#, "a".repeat(5 << 20)),
+            413,
+            "payload_too_large",
+        ),
+        (
+            Method::POST,
+            "/v1/keys".to_owned(),
+            format!(r#"{{"name":"{}"}}"#, "a".repeat(2 << 20)),
+            413,
+            "payload_too_large",
+        ),
+        (
+            Method::POST,
+            "/v1/keys".to_owned(),
+            r#"{"name":""}"#.to_owned(),
+            400,
+            "bad_request",
+        ),
+        (
+            Method::DELETE,
+            "/v1/keys/aaaaaaaaaaaa".to_owned(),
+            String::new(),
+            404,
+            "key_not_found",
+        ),
+        (
+            Method::GET,
+            "/templates/nope".to_owned(),
+            String::new(),
+            404,
+            "template_not_found",
+        ),
+        (
+            Method::GET,
+            "/templates/aliases/nope".to_owned(),
+            String::new(),
+            404,
+            "template_not_found",
+        ),
+    ];
+    for (method, path, body, wanted, code) in cases {
+        let (status, answer) = error(send(method.clone(), &path, &body).await.expect("answers")).await;
+        assert_eq!(
+            (status, answer["error_code"].as_str()),
+            (wanted, Some(code)),
+            "{method} {path}: {answer}"
+        );
+        assert_eq!(answer["code"], wanted);
+        let message = answer["message"].as_str().expect("message");
+        assert!(
+            !message.is_empty() && message.len() < 400 && !message.contains(char::is_control),
+            "{message}"
+        );
+    }
+    let (_, answer) = error(
+        send(Method::POST, "/v2/sandboxes", r#"{"templateID":"nope"}"#)
+            .await
+            .expect("answers"),
+    )
+    .await;
+    assert_eq!(answer["message"], "template 'nope' not found");
+    assert_eq!(platform.node.live_count(), 0);
+    let usage = platform
+        .store
+        .usage(&platform.owner.project.id)
+        .await
+        .expect("counts");
+    assert_eq!(usage.sandboxes, 0, "a refused create holds no place");
+}
+
+#[tokio::test]
+async fn the_nodes_refusals_are_typed_and_say_whether_to_retry() {
+    let platform = Platform::start().await;
+    for (template, wanted, code, retry) in [
+        ("full", 503, "sandbox_capacity_unavailable", "true"),
+        ("broken", 500, "sandbox_create_failed", "true"),
+        ("unusable", 503, "sandbox_no_compatible_node", "false"),
+    ] {
+        let response = platform
+            .post("/v2/sandboxes", &json!({"templateID": template}))
+            .await;
+        let header = |name: &str| {
+            response
+                .headers()
+                .get(name)
+                .map(|v| v.to_str().expect("text").to_owned())
+        };
+        assert_eq!(header("should-retry").as_deref(), Some(retry), "{template}");
+        assert_eq!(header("retry-after").is_some(), retry == "true", "{template}");
+        let (status, body) = error(response).await;
+        assert_eq!((status, body["error_code"].as_str()), (wanted, Some(code)));
+        assert!(body["hint"].is_string());
+    }
+    let records: Value = platform
+        .get("/v1/sandboxes?ended=true")
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(
+        records.as_array().map(Vec::len),
+        Some(3),
+        "each failure can still be read"
+    );
+    assert!(
+        records
+            .as_array()
+            .expect("list")
+            .iter()
+            .all(|r| r["end_cause"]["kind"] == "create_failed")
+    );
+}
+
+#[tokio::test]
+async fn keys_are_asked_for_made_and_revoked() {
+    let platform = Platform::start().await;
+    let path = format!("{}/v2/sandboxes", platform.url);
+    let (status, body) = error(platform.client.get(&path).send().await.expect("answers")).await;
+    assert_eq!(
+        (status, body["error_code"].as_str()),
+        (401, Some("authentication_required"))
+    );
+    assert!(body["hint"].as_str().expect("hint").contains("E2B_API_KEY"));
+    for bad in ["", "e2b_0", "e2b_0000000000000000000000000000000000000000", "é"] {
+        let (status, body) = error(
+            platform
+                .client
+                .get(&path)
+                .header("x-api-key", bad)
+                .send()
+                .await
+                .expect("answers"),
+        )
+        .await;
+        assert_eq!(
+            (status, body["error_code"].as_str()),
+            (401, Some("invalid_api_key")),
+            "{bad}"
+        );
+    }
+    let bearer = platform
+        .client
+        .get(&path)
+        .bearer_auth(platform.key())
+        .send()
+        .await
+        .expect("answers");
+    assert_eq!(bearer.status(), 200);
+
+    let made: Value = platform
+        .post("/v1/keys", &json!({"name": "ci"}))
+        .await
+        .json()
+        .await
+        .expect("json");
+    let key = made["key"].as_str().expect("secret").to_owned();
+    let use_it = || async {
+        platform
+            .client
+            .get(&path)
+            .header("x-api-key", &key)
+            .send()
+            .await
+            .expect("answers")
+            .status()
+            .as_u16()
+    };
+    assert_eq!(use_it().await, 200);
+    let listed = platform.get("/v1/keys").await.text().await.expect("text");
+    assert!(!listed.contains(&key) && listed.contains("\"ci\""));
+    assert_eq!(
+        platform
+            .delete(&format!("/v1/keys/{}", made["id"].as_str().expect("id")))
+            .await
+            .status(),
+        204
+    );
+    assert_eq!(use_it().await, 401);
+
+    let me: Value = platform.get("/v1/projects/me").await.json().await.expect("json");
+    assert_eq!(me["name"], "default");
+    assert_eq!(me["usage"]["sandboxes"], 0);
+    let node: Value = platform.get("/v1/node").await.json().await.expect("json");
+    assert_eq!(node["isolates_hostile_code"], false);
+    assert_eq!(
+        platform
+            .client
+            .get(format!("{}/health", platform.url))
+            .send()
+            .await
+            .expect("answers")
+            .status(),
+        200
+    );
+}
+
+#[tokio::test]
+async fn another_projects_sandbox_is_not_there() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    let stranger = platform
+        .store
+        .create_project("stranger", Quotas::default())
+        .await
+        .expect("project");
+    let (_, key) = platform.store.create_key(&stranger.id, "k").await.expect("key");
+    let path = format!("/sandboxes/{}", sandbox.id);
+    for (method, path) in [
+        (Method::GET, path.clone()),
+        (Method::DELETE, path.clone()),
+        (Method::POST, format!("{path}/connect")),
+        (Method::POST, format!("/v2{path}/connect")),
+        (Method::GET, format!("{path}/metrics")),
+        (Method::GET, format!("{path}/logs")),
+        (Method::GET, format!("/v1{path}")),
+    ] {
+        let request = platform
+            .client
+            .request(method.clone(), format!("{}{path}", platform.url))
+            .header("x-api-key", key.expose());
+        let (status, body) = error(request.send().await.expect("answers")).await;
+        assert_eq!(
+            (status, body["error_code"].as_str()),
+            (404, Some("sandbox_not_found")),
+            "{method} {path}"
+        );
+    }
+    let list = platform
+        .client
+        .get(format!("{}/v2/sandboxes", platform.url))
+        .header("x-api-key", key.expose());
+    assert_eq!(
+        list.send().await.expect("answers").text().await.expect("text"),
+        "[]"
+    );
+    assert_eq!(platform.node.live_count(), 1);
+}
+
+#[tokio::test]
+async fn what_this_version_cannot_do_it_refuses_in_words() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    for (method, path) in [
+        (Method::POST, format!("/sandboxes/{}/pause", sandbox.id)),
+        (Method::POST, format!("/sandboxes/{}/resume", sandbox.id)),
+        (Method::POST, format!("/sandboxes/{}/fork", sandbox.id)),
+        (Method::POST, format!("/sandboxes/{}/snapshots", sandbox.id)),
+        (Method::PUT, format!("/sandboxes/{}/network", sandbox.id)),
+        (Method::GET, "/snapshots".to_owned()),
+        (Method::POST, "/secrets".to_owned()),
+        (Method::GET, "/volumes".to_owned()),
+        (Method::POST, "/v3/templates".to_owned()),
+    ] {
+        let (status, body) = error(platform.request(method, &path).send().await.expect("answers")).await;
+        assert_eq!(
+            (status, body["error_code"].as_str()),
+            (501, Some("not_available_yet")),
+            "{path}"
+        );
+        assert!(body["hint"].is_string(), "{path}");
+    }
+    for field in [
+        json!({"autoPause": true}),
+        json!({"autoResume": {"enabled": true}}),
+        json!({"mcp": {"browserbase": {}}}),
+        json!({"iam": {"tokens": {"a": {}}}}),
+        json!({"volumeMounts": [{"name": "v", "path": "/v"}]}),
+        json!({"network": {"allowOut": ["example.com"]}}),
+        json!({"network": {"egressProxy": {"address": "x:1"}}}),
+        json!({"network": {"rules": {"example.com": []}}}),
+        json!({"network": {"httpsPorts": [443]}}),
+    ] {
+        let mut body = field.clone();
+        body["templateID"] = json!("base");
+        let (status, answer) = error(platform.post("/v2/sandboxes", &body).await).await;
+        assert_eq!(
+            (status, answer["error_code"].as_str()),
+            (501, Some("not_available_yet")),
+            "{field}"
+        );
+    }
+    for harmless in [
+        json!({"allow_internet_access": false}),
+        json!({"network": {"denyOut": ["0.0.0.0/0"], "allowOut": []}}),
+        json!({"iam": {}}),
+    ] {
+        platform.create_with("/v2/sandboxes", harmless).await;
+    }
+}
+
+#[tokio::test]
+async fn lists_come_in_pages_with_filters() {
+    let platform = Platform::start().await;
+    let mut ids = Vec::new();
+    for at in 0..5 {
+        let body = json!({"metadata": {"n": at.to_string(), "a b": "50%&"}});
+        ids.push(platform.create_with("/v2/sandboxes", body).await.id.to_string());
+    }
+    let mut found = Vec::new();
+    let mut token = String::new();
+    loop {
+        let response = platform
+            .get(&format!("/v2/sandboxes?limit=2&order=asc&nextToken={token}"))
+            .await;
+        let next = response
+            .headers()
+            .get("x-next-token")
+            .map(|v| v.to_str().expect("text").to_owned());
+        let page: Vec<Value> = response.json().await.expect("json");
+        assert!(page.len() <= 2);
+        found.extend(
+            page.into_iter()
+                .map(|entry| entry["sandboxID"].as_str().expect("id").to_owned()),
+        );
+        match next {
+            Some(next) => token = next,
+            None => break,
+        }
+    }
+    assert_eq!(found, ids);
+    let count = async |query: &str| {
+        let list: Vec<Value> = platform
+            .get(&format!("/v2/sandboxes?{query}"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        list.len()
+    };
+    assert_eq!(count("metadata=n%3D3").await, 1);
+    // As the SDKs encode it: key and value, then the pairs, then the query value.
+    assert_eq!(count("metadata=a%252520b%3D50%252525%252526%26n%3D3").await, 1);
+    assert_eq!(count("metadata=n%3D9").await, 0);
+    assert_eq!(count("state=running,paused").await, 5);
+    assert_eq!(count("state=running&state=paused").await, 5);
+    assert_eq!(count("state=paused").await, 0);
+    assert_eq!(count("template=base").await, 5);
+    assert_eq!(count("template=other").await, 0);
+    assert_eq!(count("startedAfter=2100-01-01T00:00:00Z").await, 0);
+    let v1: Vec<Value> = platform
+        .get("/sandboxes?metadata=n%3D3")
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(v1.len(), 1);
+    let own: Vec<Value> = platform
+        .get("/v1/sandboxes?limit=3")
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(own.len(), 3);
+}
+
+#[tokio::test]
+async fn templates_are_listed_found_and_removed() {
+    let platform = Platform::start().await;
+    for path in ["/templates", "/v2/templates", "/default-templates"] {
+        let list: Value = platform.get(path).await.json().await.expect("json");
+        assert_eq!(list[0]["templateID"], "base:latest", "{path}");
+        assert_eq!(list[0]["aliases"][0], "base");
+        assert_eq!(list[0]["readySizes"][0], "1x512x4096");
+    }
+    for name in ["base", "base%3Alatest"] {
+        let one: Value = platform
+            .get(&format!("/templates/{name}"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        assert_eq!(
+            one["builds"][0]["buildID"],
+            "01234567-89ab-cdef-0123-456789abcdef"
+        );
+    }
+    let alias: Value = platform
+        .get("/templates/aliases/base")
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(alias["templateID"], "base:latest");
+    assert_eq!(platform.delete("/templates/base").await.status(), 204);
+}
+
+#[tokio::test]
+async fn a_timeout_of_zero_ends_it_with_its_cause() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    let response = platform
+        .post(
+            &format!("/sandboxes/{}/timeout", sandbox.id),
+            &json!({"timeout": 0}),
+        )
+        .await;
+    assert_eq!(response.status(), 204);
+    let path = format!("/v1/sandboxes/{}", sandbox.id);
+    eventually("the end is recorded", async || {
+        let record: Value = platform.get(&path).await.json().await.expect("json");
+        record["end_cause"]["kind"] == "deadline"
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_api_speaks_http2_and_answers_preflights() {
+    let platform = Platform::start().await;
+    let client = reqwest::Client::builder()
+        .no_proxy()
+        .http2_prior_knowledge()
+        .build()
+        .expect("client");
+    let response = client
+        .get(format!("{}/v2/sandboxes", platform.url))
+        .header("x-api-key", platform.key())
+        .send()
+        .await
+        .expect("answers");
+    assert_eq!(response.version(), reqwest::Version::HTTP_2);
+    assert_eq!(response.status(), 200);
+    let preflight = platform
+        .client
+        .request(Method::OPTIONS, format!("{}/v2/sandboxes", platform.url))
+        .header("origin", "https://app.example")
+        .header("access-control-request-method", "POST")
+        .header("access-control-request-headers", "x-api-key")
+        .send()
+        .await
+        .expect("answers");
+    assert_eq!(preflight.status(), 200);
+    assert_eq!(preflight.headers()["access-control-allow-origin"], "*");
+}

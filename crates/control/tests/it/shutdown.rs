@@ -1,0 +1,47 @@
+//! Stopping in order: nothing new, what is under way finishes or is ended in bounded time.
+
+use std::time::Duration;
+
+use reqwest::Method;
+use serde_json::json;
+use space_api::rest::Quotas;
+use space_control::Limits;
+
+use crate::{
+    fake::{FakeNode, eventually},
+    platform::Platform,
+};
+
+#[tokio::test]
+async fn a_create_under_way_is_answered_and_an_endless_stream_is_ended() {
+    let limits = Limits {
+        drain: Duration::from_millis(500),
+        ..Limits::default()
+    };
+    let platform = Platform::start_with(Quotas::default(), FakeNode::new(), limits).await;
+    let sandbox = platform.create().await;
+    let endless = platform
+        .guest(&sandbox, 49983, Method::GET, "/drip")
+        .send()
+        .await
+        .expect("begins");
+    let create = tokio::spawn(
+        platform
+            .request(Method::POST, "/v2/sandboxes")
+            .json(&json!({"templateID": "gated"}))
+            .send(),
+    );
+    eventually("the node is asked", async || {
+        platform.node.creates.lock().unwrap().len() == 2
+    })
+    .await;
+    let node = platform.node.clone();
+    let stopping = tokio::spawn(platform.stop());
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    node.gate.notify_one();
+    let answer = create.await.expect("joins").expect("answers");
+    assert_eq!(answer.status(), 201, "what had begun was finished");
+    stopping.await.expect("stops");
+    assert!(endless.bytes().await.is_err(), "cut, not taken for complete");
+    assert_eq!(node.live_count(), 2, "sandboxes are not the server's to end");
+}
