@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -18,7 +18,7 @@ use tokio::{
 pub use crate::machine::MachineRequest;
 use crate::{
     MachineFiles, Manifest, Progress, Recipe, Template, TemplateStore, VolumeError, command::Program,
-    kernel::Kernel, machine, progress::Part, root,
+    kernel::Kernel, lock, machine, progress::Part, root,
 };
 
 /// Where templates live and what they are built from.
@@ -83,6 +83,10 @@ impl TemplateBuilder {
         let cache = &self.config.cache_directory;
         fs::create_dir_all(cache).map_err(VolumeError::io("make the cache directory"))?;
         let part = Part::new(progress, 0.0, 0.95);
+        part.report("waiting for another build", 0.0);
+        let cache_lock = lock::exclusive(&cache.join("lock")).await?;
+        let swept = cache.clone();
+        root::in_background(move || sweep(&swept)).await?;
         let root_image = async {
             match &recipe.image {
                 Some(image) => Ok(root::RootImage::ready_made(image.clone())),
@@ -91,6 +95,7 @@ impl TemplateBuilder {
         };
         // The kernel's download hides behind the root's.
         let (root, kernel) = tokio::try_join!(root_image, Kernel::ensure(cache, options.refresh))?;
+        drop(cache_lock);
         part.report("storing the template", 1.0);
 
         let store = Arc::clone(&self.store);
@@ -238,6 +243,25 @@ impl Drop for FlightGuard {
     fn drop(&mut self) {
         locked(&self.flights).remove(&self.key);
     }
+}
+
+/// Removes what builds that were killed have left in the cache; the caller holds its lock.
+fn sweep(cache: &Path) -> Result<(), VolumeError> {
+    let step = "sweep the cache";
+    for part in [cache.join("roots"), Kernel::cache(cache)] {
+        let entries = match fs::read_dir(&part) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(VolumeError::io(step)(error)),
+        };
+        for entry in entries {
+            let entry = entry.map_err(VolumeError::io(step))?;
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                fs::remove_dir_all(entry.path()).map_err(VolumeError::io(step))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

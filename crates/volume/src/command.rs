@@ -15,6 +15,8 @@ use crate::VolumeError;
 
 /// Most standard output that is kept, bytes; `apt-cache search` prints about 30 KB.
 const MAX_OUTPUT: u64 = 16 * 1024 * 1024;
+/// Where programs are looked for.
+const SEARCHED: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// How much of the end of standard error goes into an error.
 const TAIL: usize = 2048;
 
@@ -32,10 +34,7 @@ impl<'a> Program<'a> {
         let mut command = Command::new(name);
         command
             .env_clear()
-            .env(
-                "PATH",
-                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            )
+            .env("PATH", SEARCHED)
             .env("LC_ALL", "C.UTF-8")
             .env("DEBIAN_FRONTEND", "noninteractive");
         // A mirror may be reachable through a proxy only.
@@ -104,6 +103,21 @@ impl<'a> Program<'a> {
                 program: self.name.to_owned(),
                 seconds: self.deadline.as_secs(),
             })?
+    }
+}
+
+/// Whether the program can be found where [`Program`] looks for it.
+pub(crate) fn require(program: &str, package: &'static str) -> Result<(), VolumeError> {
+    if SEARCHED
+        .split(':')
+        .any(|directory| std::path::Path::new(directory).join(program).exists())
+    {
+        Ok(())
+    } else {
+        Err(VolumeError::MissingProgram {
+            program: program.to_owned(),
+            package,
+        })
     }
 }
 

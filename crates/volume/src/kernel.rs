@@ -34,7 +34,7 @@ pub(crate) struct Kernel {
 impl Kernel {
     /// The newest cached one; if there is none, or `refresh` asks for it, the newest that apt offers.
     pub(crate) async fn ensure(cache: &Path, refresh: bool) -> Result<Self, VolumeError> {
-        let kernels = cache.join(format!("kernels-{FORMAT}"));
+        let kernels = Self::cache(cache);
         fs::create_dir_all(&kernels).map_err(VolumeError::io("make the kernel cache"))?;
         if !refresh && let Some(kernel) = newest_cached(&kernels)? {
             return Ok(kernel);
@@ -46,6 +46,11 @@ impl Kernel {
             fetch(&package, &kernels, &directory).await?;
         }
         Ok(Self { version, directory })
+    }
+
+    /// Where the cache keeps kernels.
+    pub(crate) fn cache(cache: &Path) -> PathBuf {
+        cache.join(format!("kernels-{FORMAT}"))
     }
 
     pub(crate) fn image(&self) -> PathBuf {

@@ -27,9 +27,12 @@ pub struct Recipe {
     /// Tag to publish under.
     #[serde(default = "latest")]
     pub tag: Label,
-    /// Debian packages; those of `base` are always there too.
+    /// Debian packages, beside those of `base`.
     #[serde(default)]
     pub packages: BTreeSet<String>,
+    /// Leave out the packages of `base`: only Debian's essential ones, apt and `packages` are there.
+    #[serde(default)]
+    pub minimal: bool,
     /// A ready root image (erofs) to use instead of building one; excludes `packages` and `files`.
     #[serde(default)]
     pub image: Option<PathBuf>,
@@ -110,7 +113,11 @@ impl Recipe {
 
     /// Every package the root is made of.
     pub(crate) fn all_packages(&self) -> Result<BTreeSet<String>, VolumeError> {
-        let mut packages = Self::base()?.packages;
+        let mut packages = if self.minimal {
+            BTreeSet::new()
+        } else {
+            Self::base()?.packages
+        };
         packages.extend(self.packages.iter().cloned());
         Ok(packages)
     }

@@ -22,7 +22,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{
     Digest, Recipe, VolumeError,
-    command::Program,
+    command::{Program, require},
     debian,
     manifest::Blob,
     progress::Part,
@@ -181,10 +181,14 @@ async fn bootstrap(recipe: &Recipe, tree: &Path, part: &Part) -> Result<(), Volu
     let sources = debian::host_sources().await?;
     let packages: Vec<String> = recipe.all_packages()?.into_iter().collect();
     part.report("downloading packages", 0.02);
-    Program::new("mmdebstrap", "mmdebstrap", Duration::from_secs(1800))
+    require("mmdebstrap", "mmdebstrap")?;
+    // It mounts `/proc` and `/sys` into the tree. In a mount namespace of its own these end with it, however it ends,
+    // so that removing the tree never meets a mount of the host.
+    Program::new("unshare", "util-linux", Duration::from_secs(1800))
+        .args(["--mount", "--propagation", "private", "mmdebstrap"])
         .env("SOURCE_DATE_EPOCH", SCRIPT_TIME)
         .args(["--mode=root", "--variant=apt", "--format=directory"])
-        .arg(format!("--include={}", packages.join(",")))
+        .args((!packages.is_empty()).then(|| format!("--include={}", packages.join(","))))
         .args([
             "--aptopt=APT::Install-Recommends \"false\"",
             "--dpkgopt=force-unsafe-io",
