@@ -17,10 +17,10 @@ use crate::core::Core;
 use crate::{ENVD_VERSION, Origin, Services, files, process};
 
 const TOKEN_HEADER: &str = "x-access-token";
-/// The largest message that carries a file name, a program or a piece of its input, in bytes.
-/// Input in one message is also held decoded, so this bounds what one caller can make us hold;
-/// `StreamInput` takes any amount in pieces.
-const MAX_INPUT_MESSAGE: usize = 64 << 20;
+/// The largest message that carries a piece of a program's input: a sixteenth of the memory, within
+/// these bounds, in bytes. A message is held several times over while it is decoded. What is larger
+/// is refused; `StreamInput` takes any amount in pieces.
+const INPUT_MESSAGE: (usize, usize) = (16 << 20, 64 << 20);
 const MAX_START_MESSAGE: usize = 16 << 20;
 
 pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
@@ -30,12 +30,13 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
             .with_max_message_size(size)
             .with_element_memory_limit(2 * size)
     };
+    let input = largest_input();
     let connect = connectrpc::Router::new()
         .add_service(Arc::new(process::Service(Arc::clone(&services.processes))))
         .add_service(Arc::new(files::Service(Arc::clone(&services.files))))
         .with_route_limits("/process.Process/Start", large(MAX_START_MESSAGE))
-        .with_route_limits("/process.Process/SendInput", large(MAX_INPUT_MESSAGE))
-        .with_route_limits("/process.Process/StreamInput", large(MAX_INPUT_MESSAGE));
+        .with_route_limits("/process.Process/SendInput", large(input))
+        .with_route_limits("/process.Process/StreamInput", large(input));
     // The channel is a memory copy: compressing would only cost time.
     let connect = ConnectRpcService::new(connect).with_compression_policy(CompressionPolicy::disabled());
 
@@ -112,6 +113,14 @@ fn init(core: &Core, body: &Bytes) -> Response {
         }
     });
     (StatusCode::NO_CONTENT, [("x-envd-version", ENVD_VERSION)]).into_response()
+}
+
+fn largest_input() -> usize {
+    let memory = rustix::system::sysinfo();
+    let total = memory.totalram.saturating_mul(memory.mem_unit.into());
+    usize::try_from(total / 16)
+        .unwrap_or(INPUT_MESSAGE.1)
+        .clamp(INPUT_MESSAGE.0, INPUT_MESSAGE.1)
 }
 
 fn refuse(status: StatusCode, message: &str) -> Response {

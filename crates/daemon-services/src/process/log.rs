@@ -22,7 +22,7 @@ const WINDOW: u64 = 256 * 1024;
 /// What one log keeps for subscribers to come, in bytes.
 const KEEP: usize = 1024 * 1024;
 /// What all logs keep together, in bytes (a log never keeps less than [`KEEP_MIN`]).
-const KEEP_TOTAL: usize = 32 * 1024 * 1024;
+const KEEP_TOTAL: usize = 16 * 1024 * 1024;
 const KEEP_MIN: usize = 16 * 1024;
 /// Book-keeping charged per chunk, so that a program that writes single bytes is bounded too.
 const CHUNK_OVERHEAD: usize = 96;

@@ -49,7 +49,7 @@ mod terminal;
 const REMEMBERED: usize = 1000;
 const REMEMBERED_FOR: Duration = Duration::from_secs(3600);
 /// Output of ended processes kept for a late reader, in bytes, all together.
-const REMEMBERED_OUTPUT: usize = 16 * 1024 * 1024;
+const REMEMBERED_OUTPUT: usize = 8 * 1024 * 1024;
 
 /// What went wrong with a request about processes.
 #[derive(Debug, thiserror::Error)]

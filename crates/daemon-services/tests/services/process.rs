@@ -488,3 +488,30 @@ async fn many_at_once() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn too_large_input_is_refused_not_lost() {
+    let Some(mut guest) = guest().await else { return };
+    // As over the channel: HTTP/2 delivers an answer that comes before the request is complete.
+    guest.http = reqwest::Client::builder()
+        .no_proxy()
+        .http2_prior_knowledge()
+        .build()
+        .unwrap();
+    let (pid, mut events) = guest.bash("wc -c", json!({ "stdin": true })).await;
+    let input = json!({ "process": by_pid(pid), "input": { "stdin": encode(&vec![0; 70 << 20]) } });
+    let refused = guest
+        .call("process.Process/SendInput", "", input)
+        .await
+        .unwrap_err();
+    assert_eq!(refused.0, "resource_exhausted", "{refused:?}");
+    guest
+        .call(
+            "process.Process/CloseStdin",
+            "",
+            json!({ "process": by_pid(pid) }),
+        )
+        .await
+        .unwrap();
+    assert_eq!(events.finish().await.stdout(), "0\n");
+}
