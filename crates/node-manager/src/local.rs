@@ -26,6 +26,9 @@ use crate::{
     network, process, spawn,
 };
 
+/// How long a lock may be held by what is left of a node that was killed.
+const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
+
 /// Performs the acts itself; the process must be root and the calls be made on a tokio runtime with I/O enabled.
 ///
 /// Objects of one installation belong to one such value: a lock in its run directory keeps a second one away, which
@@ -211,15 +214,25 @@ fn lock(path: &Path) -> Result<OwnedFd, PrivilegeError> {
         Mode::RUSR | Mode::WUSR,
     )
     .map_err(|e| failed(act(), e))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(PrivilegeError::Refused {
-            what: format!(
-                "another node of this installation is running: it holds {}",
-                path.display()
-            ),
-        }),
-        Err(e) => Err(failed(act(), e)),
+    // A child of a killed node holds a copy of its lock between `clone` and `execve`. Waiting for that also makes sure
+    // that it is in its group by the time of the first sweep.
+    let give_up = std::time::Instant::now() + LOCK_PATIENCE;
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) if std::time::Instant::now() < give_up => {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(PrivilegeError::Refused {
+                    what: format!(
+                        "another node of this installation is running: it holds {}",
+                        path.display()
+                    ),
+                });
+            }
+            Err(e) => return Err(failed(act(), e)),
+        }
     }
 }
 
