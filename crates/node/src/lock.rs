@@ -3,11 +3,15 @@
 use std::{
     io::{Read as _, Seek as _, Write as _},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use fs_err as fs;
 use rustix::fs::{FlockOperation, flock};
+use tokio::time::Instant;
 
+/// How long a lock may be held by what is left of a node that was killed.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Name of the lock file.
 const LOCK: &str = "node.lock";
 
@@ -42,8 +46,22 @@ pub(crate) struct DirectoryLock {
 }
 
 impl DirectoryLock {
+    /// Takes the lock, waiting for a moment: a child of a killed node holds a copy of its lock until it has become the
+    /// monitor it was made for.
+    pub(crate) async fn take(directory: &Path) -> Result<Self, LockError> {
+        let give_up = Instant::now() + PATIENCE;
+        loop {
+            match Self::try_take(directory) {
+                Err(LockError::Held { .. }) if Instant::now() < give_up => {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                taken => return taken,
+            }
+        }
+    }
+
     /// Takes the lock or says at once who holds it.
-    pub(crate) fn take(directory: &Path) -> Result<Self, LockError> {
+    fn try_take(directory: &Path) -> Result<Self, LockError> {
         let failed = |source| LockError::Io {
             directory: directory.to_owned(),
             source,
@@ -80,11 +98,12 @@ impl DirectoryLock {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_second_lock_names_the_holder_and_a_released_one_is_free() {
+    #[tokio::test]
+    async fn a_second_lock_names_the_holder_and_a_released_one_is_free() {
         let directory = tempfile::tempdir().expect("a directory");
-        let first = DirectoryLock::take(directory.path()).expect("free");
+        let first = DirectoryLock::take(directory.path()).await.expect("free");
         let refused = DirectoryLock::take(directory.path())
+            .await
             .expect_err("held")
             .to_string();
         assert!(
@@ -92,6 +111,6 @@ mod tests {
             "{refused}"
         );
         drop(first);
-        DirectoryLock::take(directory.path()).expect("free again");
+        DirectoryLock::take(directory.path()).await.expect("free again");
     }
 }

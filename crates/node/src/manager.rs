@@ -114,7 +114,7 @@ impl NodeManager {
         vmm: Arc<dyn Vmm>,
         templates: Arc<dyn Templates>,
     ) -> Result<Arc<Self>, OpenError> {
-        let locks = start_up::directories(&config)?;
+        let locks = start_up::directories(&config).await?;
         // First the machines, then the record that they have ended.
         start_up::sweep(&config, privileges.as_ref()).await?;
         let tracker = TaskTracker::new();

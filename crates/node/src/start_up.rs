@@ -68,7 +68,7 @@ pub(crate) struct Locks {
 }
 
 /// Makes and locks the directories.
-pub(crate) fn directories(config: &NodeConfig) -> Result<Locks, OpenError> {
+pub(crate) async fn directories(config: &NodeConfig) -> Result<Locks, OpenError> {
     let run = config.run_directory.as_os_str().len();
     let refuse = |what: String| Err(OpenError::Config { what });
     if run > NodeConfig::MAX_RUN_DIRECTORY {
@@ -93,8 +93,8 @@ pub(crate) fn directories(config: &NodeConfig) -> Result<Locks, OpenError> {
     for directory in [&config.data_directory, &config.run_directory] {
         make(directory)?;
     }
-    let data = DirectoryLock::take(&config.data_directory)?;
-    let run = DirectoryLock::take(&config.run_directory)?;
+    let data = DirectoryLock::take(&config.data_directory).await?;
+    let run = DirectoryLock::take(&config.run_directory).await?;
     for directory in [
         config.run_directory.join(MACHINES),
         config.data_directory.join(DISKS),

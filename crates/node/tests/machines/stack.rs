@@ -231,14 +231,22 @@ impl Stack {
     }
 }
 
-/// Every process with the control groups it is in.
+/// Every process that has not ended, with the control groups it is in.
 fn processes() -> Vec<(i32, String)> {
     let mut all = Vec::new();
     for entry in fs_err::read_dir("/proc").expect("mounted").flatten() {
         let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() else {
             continue;
         };
-        if let Ok(groups) = fs_err::read_to_string(entry.path().join("cgroup")) {
+        let read = |name: &str| fs_err::read_to_string(entry.path().join(name));
+        let (Ok(groups), Ok(status)) = (read("cgroup"), read("status")) else {
+            continue;
+        };
+        // One that was killed and not yet reaped is still listed, in the groups it had.
+        if !status
+            .lines()
+            .any(|line| line.starts_with("State:\tZ") || line.starts_with("State:\tX"))
+        {
             all.push((pid, groups));
         }
     }
