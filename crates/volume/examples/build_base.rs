@@ -29,7 +29,7 @@ async fn main() -> anyhow::Result<()> {
     let directory = arguments.next().context(usage)?;
     let daemon_program = arguments.next().context(usage)?;
     let recipe = match arguments.next() {
-        Some(path) => Recipe::from_toml(&std::fs::read_to_string(path)?)?,
+        Some(path) => Recipe::from_file(&path)?,
         None => Recipe::base()?,
     };
 

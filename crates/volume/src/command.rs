@@ -178,6 +178,10 @@ impl GroupGuard {
         self.group = None;
         if status.success() {
             Ok(output)
+        } else if tail.contains("No space left on device") {
+            Err(VolumeError::NoSpace {
+                step: "run a host program",
+            })
         } else {
             Err(VolumeError::ProgramFailed {
                 program: program.to_owned(),

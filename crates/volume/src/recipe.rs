@@ -111,6 +111,22 @@ impl Recipe {
         Ok(recipe)
     }
 
+    /// Reads a recipe from a file; relative paths of the host in it start at the file's directory.
+    pub fn from_file(path: &Path) -> Result<Self, VolumeError> {
+        let text = fs_err::read_to_string(path).map_err(VolumeError::io("read the recipe"))?;
+        let mut recipe = Self::from_toml(&text)?;
+        let directory = path.parent().unwrap_or(Path::new(""));
+        for host in recipe
+            .files
+            .iter_mut()
+            .map(|file| &mut file.host)
+            .chain(recipe.image.as_mut())
+        {
+            *host = directory.join(&host);
+        }
+        Ok(recipe)
+    }
+
     /// Every package the root is made of.
     pub(crate) fn all_packages(&self) -> Result<BTreeSet<String>, VolumeError> {
         let mut packages = if self.minimal {
@@ -298,6 +314,19 @@ mod tests {
         assert_eq!(recipe.default_size.to_string(), "2x1024x8192");
         let packages = recipe.all_packages().unwrap();
         assert!(packages.contains("nginx") && packages.contains("python3"));
+    }
+
+    #[test]
+    fn relative_paths_start_at_the_recipe() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("web.toml");
+        let text =
+            "name = 'web'\nfiles = [{ host = 'site', guest = '/srv' }, { host = '/abs', guest = '/abs' }]";
+        fs_err::write(&path, text).unwrap();
+        let recipe = Recipe::from_file(&path).unwrap();
+        assert_eq!(recipe.files[0].host, directory.path().join("site"));
+        assert_eq!(recipe.files[1].host, Path::new("/abs"));
+        assert!(Recipe::from_file(&directory.path().join("none.toml")).is_err());
     }
 
     #[test]
