@@ -99,6 +99,16 @@ impl CliError {
         })
     }
 
+    /// Whether another process holds what is needed, and will give it back.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.error.chain().any(|cause| {
+            matches!(
+                cause.downcast_ref::<space_node_manager::PrivilegeError>(),
+                Some(space_node_manager::PrivilegeError::Refused { .. })
+            )
+        })
+    }
+
     /// Whether the reader of our output went away, which is no failure.
     pub(crate) fn is_broken_pipe(&self) -> bool {
         self.error.chain().any(|cause| {

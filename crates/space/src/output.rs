@@ -57,7 +57,8 @@ pub(crate) fn table(headings: &[&str], rows: Vec<Vec<String>>) -> Result<(), Cli
         table.add_row(row.iter().map(|cell| printable(cell)));
     }
     for text in table.to_string().lines() {
-        line(text.trim_end())?;
+        // The style pads every cell by one on both sides.
+        line(text.strip_prefix(' ').unwrap_or(text).trim_end())?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Ends of the platform itself: killed, stopped, started twice.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, os::unix::process::CommandExt as _, process::Command, time::Duration};
 
 use space_test_support::{Platform, Remains, eventually, prerequisites};
 
@@ -76,6 +76,50 @@ fn an_orderly_stop_ends_everything_and_says_so_afterwards() {
         let value = platform.json(&["sandbox", "inspect", id]);
         assert_eq!(value["end_cause"]["kind"], "platform_shutdown", "{value}");
     }
+}
+
+#[test]
+fn what_is_missing_is_said_before_anything_is_made() {
+    if prerequisites().is_none() {
+        return;
+    }
+    let data = tempfile::tempdir().expect("a directory");
+    let up = || {
+        let mut command = Command::new(SPACE);
+        command
+            .args(["up", "--listen", "127.0.0.1:0", "--data-dir"])
+            .arg(data.path());
+        command
+    };
+    let refused = |command: &mut Command, words: &[&str]| {
+        let output = command.output().expect("runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("Hint:"), "{said}");
+        for word in words {
+            assert!(said.contains(word), "{word} is missing: {said}");
+        }
+    };
+    refused(up().uid(65_534), &["root", "sudo"]);
+    refused(
+        up().args(["--daemon", "/no/such/daemon"]),
+        &["/no/such/daemon", "--daemon"],
+    );
+    // Whatever the daemon is, QEMU is looked for before it is used.
+    refused(
+        up().args(["--daemon", SPACE]).env("PATH", "/nowhere"),
+        &["qemu-system-x86_64", "space doctor"],
+    );
+    let long = format!("/run/space/{}", "x".repeat(60));
+    refused(
+        up().args(["--daemon", SPACE, "--run-dir", &long]),
+        &["run directory"],
+    );
+    drop(std::fs::remove_dir_all(long));
+    refused(
+        up().args(["--listen", "203.0.113.1:80"]),
+        &["203.0.113.1:80", "--listen"],
+    );
 }
 
 #[test]

@@ -100,6 +100,46 @@ fn run_is_like_running_it_here() {
 }
 
 #[test]
+fn a_hundred_mebibytes_of_standard_input_arrive_whole() {
+    let Some(platform) = Platform::start(SPACE) else {
+        return;
+    };
+    let path = platform.scratch().join("input");
+    let line = [b"0123456789abcdef".repeat(4), b"\n".to_vec()].concat();
+    let content = line.repeat((100 << 20) / line.len() + 1);
+    fs_err::write(&path, &content).expect("written");
+    let here = std::process::Command::new("cksum")
+        .stdin(fs_err::File::open(&path).expect("there").into_file())
+        .output();
+    let inside = platform
+        .space(["run", "--", "cksum"])
+        .stdin(fs_err::File::open(&path).expect("there").into_file())
+        .output();
+    assert_eq!(inside.expect("runs").stdout, here.expect("runs").stdout);
+}
+
+#[test]
+fn an_interrupted_run_leaves_no_sandbox() {
+    let Some(platform) = Platform::start(SPACE) else {
+        return;
+    };
+    let mut running = platform
+        .space(["run", "--", "sleep", "1000"])
+        .spawn()
+        .expect("starts");
+    space_test_support::eventually("the sandbox", Duration::from_secs(20), || {
+        (platform.json(&["sandbox", "ls"]) != serde_json::json!([])).then_some(())
+    });
+    let pid = rustix::process::Pid::from_child(&running);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("signalled");
+    let status = space_test_support::eventually("its end", Duration::from_secs(20), || {
+        running.try_wait().expect("waits")
+    });
+    assert_eq!(status.code(), Some(130));
+    assert_eq!(platform.json(&["sandbox", "ls"]), serde_json::json!([]));
+}
+
+#[test]
 fn a_sandbox_lives_from_create_to_inspect_after_its_end() {
     let Some(platform) = Platform::start(SPACE) else {
         return;

@@ -101,6 +101,7 @@ pub struct Platform {
     url: String,
     key: String,
     installation: String,
+    arguments: Vec<String>,
 }
 
 impl Platform {
@@ -111,6 +112,15 @@ impl Platform {
     ///
     /// If it does not become ready.
     pub fn start(space: &str) -> Option<Self> {
+        Self::start_with(space, &[])
+    }
+
+    /// The same with further arguments of `space up`.
+    ///
+    /// # Panics
+    ///
+    /// If it does not become ready.
+    pub fn start_with(space: &str, arguments: &[&str]) -> Option<Self> {
         let prerequisites = prerequisites()?;
         let space = prerequisites
             .space
@@ -128,6 +138,7 @@ impl Platform {
             url: String::new(),
             key: String::new(),
             installation: String::new(),
+            arguments: arguments.iter().map(|&each| each.to_owned()).collect(),
         };
         platform.start_again();
         Some(platform)
@@ -198,6 +209,7 @@ impl Platform {
             .arg(self.data_directory())
             .arg("--templates")
             .arg(&self.prerequisites.templates);
+        command.args(&self.arguments);
         if let Some(daemon) = &self.prerequisites.daemon {
             command.arg("--daemon").arg(daemon);
         }
@@ -337,5 +349,6 @@ impl Drop for Platform {
                 drop(child.wait());
             }
         }
+        remains::forget(&self.installation);
     }
 }

@@ -64,6 +64,23 @@ impl Remains {
     }
 }
 
+/// Removes what an installation keeps between its runs, which nobody will want again: empty groups, locks.
+pub(crate) fn forget(name: &str) {
+    if name.is_empty() {
+        return;
+    }
+    let root = Path::new("/sys/fs/cgroup");
+    let hierarchies = names(root)
+        .into_iter()
+        .map(|each| root.join(each))
+        .chain([root.to_owned()]);
+    for hierarchy in hierarchies {
+        // Only an empty group can be removed: what is in use stays.
+        drop(fs_err::remove_dir(hierarchy.join(format!("space-{name}"))));
+    }
+    drop(fs_err::remove_dir_all(Path::new("/run/space").join(name)));
+}
+
 fn names(directory: &Path) -> Vec<String> {
     let entries = fs_err::read_dir(directory).into_iter().flatten();
     entries

@@ -168,7 +168,7 @@ impl Execution {
                 output::note(format!("space: killed at its deadline of {limit}"));
             }
             Cause::OutOfMemory => {
-                output::note("space: killed because the sandbox ran out of memory; try a larger --size")
+                output::note("space: killed because the sandbox ran out of memory; try a larger --size");
             }
             _ => {}
         }

@@ -4,7 +4,7 @@ use std::{process::ExitCode, time::Duration};
 
 use clap::Args;
 use space_client::Sandbox;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::{
     cli::Global,
@@ -32,6 +32,29 @@ pub(crate) struct Run {
     execution: Execution,
 }
 
+/// The signals that end a run in order, with the exit codes that shells give them.
+#[derive(Debug)]
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Self, CliError> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    async fn recv(&mut self) -> ExitCode {
+        tokio::select! {
+            _ = self.interrupt.recv() => ExitCode::from(130),
+            _ = self.terminate.recv() => ExitCode::from(143),
+        }
+    }
+}
+
 impl Run {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         let client = global.client()?;
@@ -39,19 +62,23 @@ impl Run {
             .execution
             .timeout()
             .map_or(LIFETIME, |timeout| (timeout + LIFETIME_MARGIN).min(LIFETIME));
+        let mut signals = Signals::new()?;
         let started = std::time::Instant::now();
-        let sandbox = client
-            .create(&self.new.options(Some(lifetime)))
-            .await
-            .map_err(|error| CliError::from(error).exiting(NOT_RUN_EXIT))?;
+        let options = self.new.options(Some(lifetime));
+        let mut creating = std::pin::pin!(client.create(&options));
+        // Given up half-way the sandbox would come to be all the same, and nobody would know its id.
+        let (created, signalled) = tokio::select! {
+            created = &mut creating => (created, None),
+            code = signals.recv() => (creating.await, Some(code)),
+        };
+        let sandbox = created.map_err(|error| CliError::from(error).exiting(NOT_RUN_EXIT))?;
         let created = started.elapsed();
-
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        let result = tokio::select! {
-            result = self.execute(&sandbox, global.json, created) => result,
-            _ = interrupt.recv() => Ok(ExitCode::from(130)),
-            _ = terminate.recv() => Ok(ExitCode::from(143)),
+        let result = match signalled {
+            Some(code) => Ok(code),
+            None => tokio::select! {
+                result = self.execute(&sandbox, global.json, created) => result,
+                code = signals.recv() => Ok(code),
+            },
         };
 
         if self.keep {

@@ -20,6 +20,7 @@ use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use space_volume::VolumeError;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     cli::{DATA_DIRECTORY, Global, key_file, url_file},
@@ -38,6 +39,7 @@ const FIRST_UID: u32 = 200_000;
 const UID_RANGES: u32 = 250;
 
 #[derive(Debug, Args)]
+#[command(args_override_self = true)]
 pub(crate) struct Up {
     /// Address to listen on; port 0 takes any free one
     #[arg(long, default_value = "127.0.0.1:3000", value_name = "ADDRESS")]
@@ -140,14 +142,32 @@ impl Up {
         // From here on a signal is an orderly end, also in the middle of the first start.
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
-        let starting = Platform::start(self, &installation, &data, listener);
-        let platform = tokio::select! {
-            platform = starting => platform?,
-            _ = interrupt.recv() => return Ok(ExitCode::from(130)),
-            _ = terminate.recv() => return Ok(ExitCode::SUCCESS),
+        let cancel = CancellationToken::new();
+        let mut starting = std::pin::pin!(Platform::start(
+            self,
+            &installation,
+            &data,
+            listener,
+            cancel.clone()
+        ));
+        let mut given_up = ExitCode::SUCCESS;
+        let platform = loop {
+            tokio::select! {
+                platform = &mut starting => break platform,
+                _ = interrupt.recv() => given_up = ExitCode::from(130),
+                _ = terminate.recv() => {}
+            }
+            if cancel.is_cancelled() {
+                return Ok(ExitCode::from(130));
+            }
+            tracing::info!("giving the start up; once more ends it at once");
+            cancel.cancel();
+        };
+        let platform = match platform {
+            Err(_) if cancel.is_cancelled() => return Ok(given_up),
+            platform => platform?,
         };
         let url = format!("http://{address}");
-        write_private(&key_file(&data), platform.key())?;
         fs_err::write(url_file(&data), format!("{url}\n"))?;
         if let Some(path) = &self.ready_file {
             write_private(
@@ -250,17 +270,14 @@ pub(crate) fn find_daemon(given: Option<&Path>) -> Result<PathBuf, CliError> {
         }
     };
     let found = candidates.iter().find(|path| path.is_file());
-    found
-        .map(|path| fs_err::canonicalize(path))
-        .transpose()?
-        .ok_or_else(|| {
-            let places: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
-            CliError::environment(format!(
-                "the guest's daemon was not found: looked for {}",
-                places.join(", ")
-            ))
-            .with_hint("build it with `cargo xtask build`, or name it with --daemon")
-        })
+    found.map(fs_err::canonicalize).transpose()?.ok_or_else(|| {
+        let places: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
+        CliError::environment(format!(
+            "the guest's daemon was not found: looked for {}",
+            places.join(", ")
+        ))
+        .with_hint("build it with `cargo xtask build`, or name it with --daemon")
+    })
 }
 
 /// A failure of the template store with what to do about it.

@@ -1,6 +1,6 @@
 //! `space template build`: on this machine, in the store that `space up` uses, whether it runs or not.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::Args;
 use serde_json::json;
@@ -13,6 +13,11 @@ use crate::{
     error::CliError,
     output,
 };
+
+/// Longest wait for another build.
+const TURN_LIMIT: Duration = Duration::from_secs(3600);
+/// How often its end is looked for.
+const TURN_INTERVAL: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Args)]
 pub(crate) struct Build {
@@ -47,13 +52,7 @@ impl Build {
         let recipe = self.recipe()?;
         // An installation of its own, so that it does not meet a platform that runs.
         let installation = Installation::builder(&self.run_dir);
-        let parts = assemble::Parts::new(
-            &installation,
-            &self.data_dir,
-            self.templates.as_deref(),
-            self.daemon.as_deref(),
-        )
-        .await?;
+        let parts = self.parts(&installation).await?;
         parts
             .privileges
             .sweep(&std::collections::BTreeSet::new())
@@ -109,6 +108,30 @@ impl Build {
             output::note(format!("{} ({})", template.digest, output::bytes(bytes)));
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Waits for its turn if another build runs.
+    async fn parts(&self, installation: &Installation) -> Result<assemble::Parts, CliError> {
+        let begin = std::time::Instant::now();
+        let mut told = false;
+        loop {
+            let parts = assemble::Parts::new(
+                installation,
+                &self.data_dir,
+                self.templates.as_deref(),
+                self.daemon.as_deref(),
+            );
+            match parts.await {
+                Err(error) if error.is_busy() && begin.elapsed() < TURN_LIMIT => {
+                    if !told {
+                        output::note("another template build is running: waiting for it");
+                        told = true;
+                    }
+                    tokio::time::sleep(TURN_INTERVAL).await;
+                }
+                parts => return parts,
+            }
+        }
     }
 
     fn recipe(&self) -> Result<Recipe, CliError> {

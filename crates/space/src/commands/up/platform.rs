@@ -10,7 +10,7 @@ use space_volume::{BuildOptions, Recipe, VolumeError};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
-use super::{Installation, Up, assemble::Parts, key_file, volume_error};
+use super::{Installation, Up, assemble::Parts, key_file, volume_error, write_private};
 use crate::{
     error::{CliError, Kind},
     output,
@@ -33,6 +33,7 @@ impl Platform {
         installation: &Installation,
         data: &Path,
         listener: TcpListener,
+        cancel: CancellationToken,
     ) -> Result<Self, CliError> {
         let parts = Parts::new(installation, data, up.templates.as_deref(), up.daemon.as_deref()).await?;
         let config = NodeConfig {
@@ -52,7 +53,25 @@ impl Platform {
         let node = NodeManager::open(config, privileges, vmm, Arc::new(templates))
             .await
             .map_err(open_error)?;
+        let started = tokio::select! {
+            started = Self::start_on(up, data, listener, parts, Arc::clone(&node)) => started,
+            () = cancel.cancelled() => Err(CliError::environment("the start was given up")),
+        };
+        if started.is_err() {
+            // What it has made ahead goes with it.
+            node.shutdown().await;
+        }
+        started
+    }
 
+    /// Everything above the node.
+    async fn start_on(
+        up: &Up,
+        data: &Path,
+        listener: TcpListener,
+        parts: Parts,
+        node: Arc<NodeManager>,
+    ) -> Result<Self, CliError> {
         let failed = |error| {
             CliError::internal("cannot open the metadata store", error)
                 .with_hint("is the disk full? Otherwise move space.db away; running sandboxes are not in it")
@@ -65,6 +84,7 @@ impl Platform {
             .ensure_default_project_and_key(Quotas::default(), known)
             .await
             .map_err(failed)?;
+        write_private(&key_file(data), bootstrap.key.expose())?;
 
         ensure_base(&parts).await?;
 
