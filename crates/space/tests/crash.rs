@@ -1,6 +1,11 @@
 //! Ends of the platform itself: killed, stopped, started twice.
 
-use std::{collections::BTreeSet, os::unix::process::CommandExt as _, process::Command, time::Duration};
+use std::{
+    collections::BTreeSet,
+    os::unix::process::CommandExt as _,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use space_test_support::{Platform, Remains, eventually, prerequisites};
 
@@ -48,6 +53,53 @@ fn after_a_kill_the_next_start_leaves_nothing_and_knows_each_end() {
     assert!(platform.stop().success());
     let end = Remains::of(&name, &data);
     assert!(end.is_empty(), "{end:?}");
+}
+
+/// Killed in the middle of creates and deletes, at moments that differ, it always comes back clean: the journal is written
+/// before the deed.
+#[test]
+fn a_kill_at_any_moment_converges() {
+    let Some(mut platform) = Platform::start(SPACE) else {
+        return;
+    };
+    let (name, data) = (platform.installation(), platform.data_directory());
+    for delay in [5, 45, 90, 160, 280, 500] {
+        let mut busy: Vec<_> = (0..4)
+            .map(|_| {
+                let mut command = platform.space(["run", "--", "true"]);
+                command
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .spawn()
+                    .expect("starts")
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(delay));
+        platform.kill();
+        for each in &mut busy {
+            eventually("the end of a client", Duration::from_secs(20), || {
+                each.try_wait().expect("waits")
+            });
+        }
+        platform.start_again();
+        let after = Remains::of(&name, &data);
+        assert!(after.monitors.is_empty(), "{delay} ms: {after:?}");
+        assert!(after.groups.is_empty(), "{delay} ms: {after:?}");
+        assert!(after.directories.is_empty(), "{delay} ms: {after:?}");
+        let left = eventually("no sandbox on its way", Duration::from_secs(30), || {
+            let list = platform.json(&["sandbox", "ls"]);
+            (list == serde_json::json!([])).then_some(list)
+        });
+        assert_eq!(left, serde_json::json!([]));
+    }
+    let records = platform.json(&["sandbox", "ls", "--all"]);
+    for record in records.as_array().expect("a list") {
+        assert!(
+            record["end_cause"]["kind"].is_string(),
+            "an end without a cause: {record}"
+        );
+    }
+    assert_eq!(platform.succeed(&["run", "--", "echo", "works"]), "works");
 }
 
 #[test]

@@ -26,7 +26,7 @@ pub(crate) struct Build {
     /// Make the machine of these sizes too [default: the recipe's own]
     #[arg(long, value_name = "SIZE")]
     size: Vec<SizeClass>,
-    /// Do nothing if there is a template of that name with its machines
+    /// Keep the template of that name, unless it can be brought up to date without fetching anything
     #[arg(long, conflicts_with = "refresh")]
     if_missing: bool,
     /// Take the newest packages and kernel instead of those that were fetched before
@@ -64,7 +64,8 @@ impl Build {
             .store()
             .resolve(&format!("{}:{}", recipe.name, recipe.tag))
         {
-            Ok(template) if self.if_missing => Some(template),
+            // With its root image cached, a build takes a moment, and makes one only if the daemon has changed.
+            Ok(template) if self.if_missing && !parts.has_cached_roots() => Some(template),
             _ => None,
         };
         let template = match there {

@@ -14,6 +14,9 @@ use space_volume::{MachineRequest, TemplateBuilder, VolumeConfig};
 use super::{Installation, find_daemon, volume_error};
 use crate::error::{CliError, Kind};
 
+/// Where builds share root images and kernels, below the template store.
+const CACHE: &str = "cache";
+
 /// Everything below a node.
 pub(crate) struct Parts {
     pub(crate) privileges: Arc<dyn Privileges>,
@@ -41,7 +44,7 @@ impl Parts {
         let vmm: Arc<dyn Vmm> = Arc::new(driver.map_err(vmm_error)?);
         let directory = templates.map_or_else(|| data.join("templates"), Path::to_owned);
         let config = VolumeConfig {
-            cache_directory: directory.join("cache"),
+            cache_directory: directory.join(CACHE),
             directory,
             daemon_program,
         };
@@ -61,6 +64,12 @@ impl Parts {
             build_uid: installation.uids.end,
             run_directory,
         })
+    }
+
+    /// Whether root images were built here before.
+    pub(crate) fn has_cached_roots(&self) -> bool {
+        let roots = self.builder.store().directory().join(CACHE).join("roots");
+        fs_err::read_dir(roots).is_ok_and(|mut entries| entries.next().is_some())
     }
 
     /// What it takes to build the machine of one size.
