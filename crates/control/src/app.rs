@@ -113,6 +113,11 @@ impl Shared {
         route
     }
 
+    /// The known sandbox of which `is_it` holds.
+    pub(crate) fn find_route(&self, mut is_it: impl FnMut(&Route) -> bool) -> Option<Arc<Route>> {
+        lock(&self.routes).values().find(|route| is_it(route)).cloned()
+    }
+
     pub(crate) fn forget_route(&self, id: &SandboxId) {
         lock(&self.routes).remove(id);
     }

@@ -27,7 +27,8 @@ pub struct Limits {
     pub api_body: usize,
     /// Bytes of a create's body, which carries environment values.
     pub create_body: usize,
-    /// How long a client may take to send its head.
+    /// How long a client may take to send its head; hence also how long an idle HTTP/1.1 connection is kept, and a new one on
+    /// which nothing is asked.
     pub head: Duration,
     /// How long an API call may take; a create may have to make a machine snapshot first.
     pub api_call: Duration,
@@ -61,7 +62,7 @@ impl Default for Limits {
             connections: 4096,
             api_body: 1 << 20,
             create_body: 4 << 20,
-            head: Duration::from_secs(30),
+            head: Duration::from_secs(90),
             api_call: Duration::from_secs(600),
             edge_idle: Duration::from_secs(620),
             command_grace: Duration::from_secs(10),

@@ -32,6 +32,9 @@ pub(crate) enum ReconcileError {
 /// Settles what an earlier run of the platform has left open.
 pub(crate) async fn start_up(app: &App) -> Result<(), ReconcileError> {
     reconcile(app).await?;
+    for row in app.store.live().await? {
+        app.learn_route(&row);
+    }
     let settled = app.store.settle_claims().await?;
     if settled > 0 {
         tracing::info!(settled, "idempotency keys of an earlier run were settled");

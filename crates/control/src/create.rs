@@ -189,7 +189,7 @@ async fn undo(app: &App, new: &NewSandbox, why: &str) {
     match app.node.delete(&new.id).await {
         Ok(_) | Err(NodeError::NotFound { .. }) => {}
         Err(error) => {
-            tracing::warn!(%error, "the remains of a failed create stay until the controller finds them")
+            tracing::warn!(%error, "the remains of a failed create stay until the controller finds them");
         }
     }
     let end = End {

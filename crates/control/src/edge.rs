@@ -46,6 +46,23 @@ pub(crate) async fn serve(app: &App, target: Target, request: Request<Body>) -> 
     }
 }
 
+/// The sandbox whose token made the signature of a file's URL that names none.
+///
+/// E2B's SDKs, told by `E2B_SANDBOX_URL` to use one address for all sandboxes, make such URLs: they carry no header. A signature is
+/// made with 256 secret bits of exactly one sandbox, so it names it all the same.
+pub(crate) fn signer(app: &App, request: &Request<Body>) -> Option<Target> {
+    if !guard::is_signed_file(request) || !target::is_shared(&target::host(request)?, &app.config) {
+        return None;
+    }
+    let query = request.uri().query()?;
+    let route = app.find_route(|route| guard::is_signer(route, request.method(), query))?;
+    Some(Target {
+        id: route.id.clone(),
+        port: ENVD_PORT,
+        routing: Routing::Headers,
+    })
+}
+
 async fn routed(app: &App, target: &Target, request: Request<Body>) -> Result<Response, Answer> {
     if let Routing::Path { rest: None, .. } = &target.routing {
         return Ok(answers::add_slash(target, request.uri()));

@@ -10,6 +10,7 @@ use http::{HeaderValue, StatusCode, header};
 use space_api::{
     error::{ErrorBody, ErrorCode},
     id::SandboxId,
+    lifecycle::SandboxState,
 };
 use space_node::NodeError;
 use space_store::StoreError;
@@ -110,6 +111,11 @@ impl From<NodeError> for ApiError {
         let message = error.to_string();
         match error {
             NodeError::NotFound { id, .. } => Self::sandbox_not_found(&id),
+            // One that is being ended will not be back.
+            NodeError::Transitioning {
+                id,
+                state: SandboxState::Stopping | SandboxState::Ended,
+            } => Self::sandbox_not_found(&id),
             NodeError::Transitioning { .. } => Self::transitioning(message),
             NodeError::TemplateNotFound { name } => template_not_found(&name),
             NodeError::NoCapacity { .. } => Self::new(

@@ -4,7 +4,14 @@
 //! end what is left, upgraded connections among it; wait for creates under way, which must not be cut in half; stop the
 //! controller. The node and the store are shut down by whoever owns them, after this.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use axum::{Router, body::Body, response::Response};
 use http::Request;
@@ -153,6 +160,7 @@ impl Control {
                 stream,
                 Peer(peer),
                 shutdown.clone(),
+                self.app.config.limits.head,
             );
             let abandon = abandon.clone();
             connections.spawn(async move {
@@ -191,18 +199,33 @@ async fn serve_connection(
     stream: TcpStream,
     peer: Peer,
     shutdown: CancellationToken,
+    first_request: Duration,
 ) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "nodelay");
     }
+    // A client that has vanished from the network is found out even while nothing is sent to it.
+    if let Err(error) = rustix::net::sockopt::set_socket_keepalive(&stream, true) {
+        tracing::debug!(%error, "keepalive");
+    }
+    let asked = Arc::new(AtomicBool::new(false));
+    let asked_once = asked.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
+        asked_once.store(true, Ordering::Relaxed);
         request.extensions_mut().insert(peer);
         router.clone().oneshot(request.map(Body::new))
     });
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
+    let nothing_asked = async {
+        tokio::time::sleep(first_request).await;
+        if asked.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+    };
     let outcome = tokio::select! {
         outcome = connection.as_mut() => outcome,
+        () = nothing_asked => return,
         () = shutdown.cancelled() => {
             connection.as_mut().graceful_shutdown();
             connection.await
@@ -215,11 +238,23 @@ async fn serve_connection(
 
 async fn dispatch(app: App, api: Router, request: Request<Body>) -> Response {
     match edge::target::of(&app.config, &request) {
-        Ok(None) => match api.oneshot(request).await {
-            Ok(response) => response,
-            Err(never) => match never {},
+        Ok(None) => match edge::signer(&app, &request) {
+            Some(target) => edge::serve(&app, target, request).await,
+            None => call(api, request).await,
         },
         Ok(Some(target)) => edge::serve(&app, target, request).await,
         Err(bad) => edge::answers::bad_target(&bad, request.headers()),
     }
+}
+
+async fn call(api: Router, request: Request<Body>) -> Response {
+    let began = Instant::now();
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let response = match api.oneshot(request).await {
+        Ok(response) => response,
+        Err(never) => match never {},
+    };
+    let micros = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+    tracing::debug!(%method, path, status = response.status().as_u16(), micros, "api call");
+    response
 }

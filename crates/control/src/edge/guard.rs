@@ -72,12 +72,9 @@ pub(super) fn admit(
             refused("unauthorized access: the access token is not this sandbox's")
         };
     }
-    let operation = match *method {
-        Method::GET | Method::HEAD => "read",
-        Method::POST => "write",
-        _ => "",
-    };
-    if path == "/files" && !operation.is_empty() {
+    if path == "/files"
+        && let Some(operation) = operation(method)
+    {
         let Some(signed) = signed_query(query) else {
             return Err(Answer::Ambiguous {
                 id: target.id.clone(),
@@ -94,6 +91,35 @@ pub(super) fn admit(
     refused(
         "unauthorized access: send the sandbox's access token as X-Access-Token, or a signed URL for files",
     )
+}
+
+/// What a signature must allow for a method.
+fn operation(method: &Method) -> Option<&'static str> {
+    match *method {
+        Method::GET | Method::HEAD => Some("read"),
+        Method::POST => Some("write"),
+        _ => None,
+    }
+}
+
+/// Whether a request comes with nothing but a signature.
+pub(super) fn is_signed_file<B>(request: &Request<B>) -> bool {
+    request.uri().path() == "/files"
+        && request
+            .uri()
+            .query()
+            .is_some_and(|query| query.contains("signature=v1_"))
+        && !request.headers().contains_key("x-access-token")
+}
+
+/// Whether this sandbox's token made the signature, expired or not.
+pub(super) fn is_signer(route: &Route, method: &Method, query: &str) -> bool {
+    let (Some(token), Some(operation), Some(signed)) =
+        (&route.access_token, operation(method), signed_query(query))
+    else {
+        return false;
+    };
+    signed.contains_key("signature") && verify(&signed, operation, token, Timestamp::MIN).is_ok()
 }
 
 /// Whether a path means one of the host-only calls, however it is spelt.

@@ -113,7 +113,7 @@ fn by_host(host: &str, domain: &str) -> Result<Option<Target>, BadTarget> {
 }
 
 /// Hosts that stand for all sandboxes; anywhere else the headers mean nothing.
-fn is_shared(host: &str, config: &ControlConfig) -> bool {
+pub(super) fn is_shared(host: &str, config: &ControlConfig) -> bool {
     host == "localhost"
         || host.parse::<IpAddr>().is_ok()
         || host.strip_prefix("sandbox.") == Some(config.domain.as_str())

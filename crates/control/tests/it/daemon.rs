@@ -247,6 +247,25 @@ async fn a_machine_that_died_unheard_is_not_found_at_once() {
 }
 
 #[tokio::test]
+async fn a_sandbox_that_is_being_ended_is_gone() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    platform.node.stopping(&sandbox.id);
+    let (status, body) = error(
+        platform
+            .anonymous(&sandbox.id, 49983, Method::GET, "/health")
+            .send()
+            .await
+            .expect("answers"),
+    )
+    .await;
+    assert_eq!(
+        (status, body["message"].as_str()),
+        (502, Some("The sandbox was not found"))
+    );
+}
+
+#[tokio::test]
 async fn a_broken_channel_is_opened_again_for_the_next_request() {
     let platform = Platform::start().await;
     let sandbox = platform.create().await;

@@ -87,16 +87,16 @@ impl FakeNode {
     }
 
     pub(crate) fn set_capacity(&self, capacity: usize) {
-        *self.capacity.lock().unwrap() = capacity;
+        *self.capacity.lock().expect("not poisoned") = capacity;
     }
 
     pub(crate) fn live_count(&self) -> usize {
-        self.live.lock().unwrap().len()
+        self.live.lock().expect("not poisoned").len()
     }
 
     /// Leads a guest port to a listener of the test.
     pub(crate) fn open_port(&self, port: u16, to: SocketAddr) {
-        self.guest.ports.lock().unwrap().insert(port, to);
+        self.guest.ports.lock().expect("not poisoned").insert(port, to);
     }
 
     /// Ends a sandbox as a machine's own failure would; `tell` says whether anybody hears of it.
@@ -114,7 +114,7 @@ impl FakeNode {
 
     /// Loses a sandbox without any record, as a killed platform does.
     pub(crate) fn lose(&self, id: &SandboxId) {
-        self.live.lock().unwrap().remove(id);
+        self.live.lock().expect("not poisoned").remove(id);
     }
 
     /// Runs a sandbox nobody has asked for.
@@ -123,22 +123,40 @@ impl FakeNode {
             status,
             channel: None,
         };
-        self.live.lock().unwrap().insert(live.status.id.clone(), live);
+        self.live
+            .lock()
+            .expect("not poisoned")
+            .insert(live.status.id.clone(), live);
+    }
+
+    /// Puts a sandbox in the state of being taken apart.
+    pub(crate) fn stopping(&self, id: &SandboxId) {
+        self.live
+            .lock()
+            .expect("not poisoned")
+            .get_mut(id)
+            .expect("is live")
+            .status
+            .state = SandboxState::Stopping;
     }
 
     pub(crate) fn status_of(&self, id: &SandboxId) -> Option<SandboxStatus> {
-        self.live.lock().unwrap().get(id).map(|live| live.status.clone())
+        self.live
+            .lock()
+            .expect("not poisoned")
+            .get(id)
+            .map(|live| live.status.clone())
     }
 
     /// Breaks the data channel under whoever holds it.
     pub(crate) fn break_channel(&self, id: &SandboxId) {
-        let live = self.live.lock().unwrap();
+        let live = self.live.lock().expect("not poisoned");
         let (_, server) = live[id].channel.as_ref().expect("was open");
         server.abort();
     }
 
     fn end(&self, id: &SandboxId, cause: EndCause) -> Option<EndRecord> {
-        let gone = self.live.lock().unwrap().remove(id)?;
+        let gone = self.live.lock().expect("not poisoned").remove(id)?;
         if let Some((_, server)) = gone.channel {
             server.abort();
         }
@@ -149,7 +167,7 @@ impl FakeNode {
             ended_at: Timestamp::now(),
             cpu_micros: 1234,
         };
-        self.ends.lock().unwrap().push(record.clone());
+        self.ends.lock().expect("not poisoned").push(record.clone());
         Some(record)
     }
 
@@ -157,7 +175,7 @@ impl FakeNode {
         let end = self
             .ends
             .lock()
-            .unwrap()
+            .expect("not poisoned")
             .iter()
             .find(|end| end.id == *id)
             .cloned();
@@ -186,14 +204,14 @@ impl Node for FakeNode {
             vmm: "fake 1".into(),
             isolates_hostile_code: false,
             sandboxes: self.live_count(),
-            capacity: *self.capacity.lock().unwrap(),
+            capacity: *self.capacity.lock().expect("not poisoned"),
             data_directory: PathBuf::from("/nowhere"),
         }
     }
 
     async fn create(&self, request: CreateSandbox) -> Result<SandboxStatus, NodeError> {
         let id = request.id.clone();
-        self.creates.lock().unwrap().push(request.clone());
+        self.creates.lock().expect("not poisoned").push(request.clone());
         match request.template.as_str() {
             "base" | "base:latest" => {}
             "gated" => self.gate.notified().await,
@@ -229,8 +247,8 @@ impl Node for FakeNode {
             deadline: request.deadline,
             ready_ms: Some(61.0),
         };
-        let mut live = self.live.lock().unwrap();
-        if live.len() >= *self.capacity.lock().unwrap() {
+        let mut live = self.live.lock().expect("not poisoned");
+        if live.len() >= *self.capacity.lock().expect("not poisoned") {
             return Err(NodeError::NoCapacity {
                 what: "places".into(),
             });
@@ -256,14 +274,14 @@ impl Node for FakeNode {
     async fn list(&self) -> Vec<SandboxStatus> {
         self.live
             .lock()
-            .unwrap()
+            .expect("not poisoned")
             .values()
             .map(|live| live.status.clone())
             .collect()
     }
 
     async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<(), NodeError> {
-        if let Some(live) = self.live.lock().unwrap().get_mut(id) {
+        if let Some(live) = self.live.lock().expect("not poisoned").get_mut(id) {
             live.status.deadline = deadline;
         } else {
             return Err(self.not_found(id));
@@ -296,8 +314,14 @@ impl Node for FakeNode {
 
     async fn data(&self, id: &SandboxId) -> Result<DataStream, NodeError> {
         {
-            let live = self.live.lock().unwrap();
+            let live = self.live.lock().expect("not poisoned");
             let entry = live.get(id).ok_or_else(|| self.not_found(id))?;
+            if entry.status.state != SandboxState::Running {
+                return Err(NodeError::Transitioning {
+                    id: id.clone(),
+                    state: entry.status.state,
+                });
+            }
             if let Some((channel, _)) = &entry.channel
                 && !channel.is_closed()
             {
@@ -326,7 +350,7 @@ impl Node for FakeNode {
                 what: error.to_string(),
             })?;
         tokio::spawn(connection);
-        let mut live = self.live.lock().unwrap();
+        let mut live = self.live.lock().expect("not poisoned");
         let entry = live.get_mut(id).ok_or_else(|| self.not_found(id))?;
         entry.channel = Some((channel.clone(), server.abort_handle()));
         Ok(channel)
@@ -361,7 +385,7 @@ impl Node for FakeNode {
     }
 
     async fn ends_since(&self, since: Timestamp) -> Result<Vec<EndRecord>, NodeError> {
-        let ends = self.ends.lock().unwrap();
+        let ends = self.ends.lock().expect("not poisoned");
         Ok(ends.iter().filter(|end| end.ended_at >= since).cloned().collect())
     }
 
@@ -378,7 +402,7 @@ impl Node for FakeNode {
     }
 
     async fn shutdown(&self) {
-        self.live.lock().unwrap().clear();
+        self.live.lock().expect("not poisoned").clear();
     }
 }
 
@@ -489,7 +513,7 @@ fn start(headers: &HeaderMap) -> Answer {
 
 async fn connect(guest: &Guest, request: Request<Incoming>) -> Answer {
     let port = request.uri().port_u16().unwrap_or(0);
-    let to = guest.ports.lock().unwrap().get(&port).copied();
+    let to = guest.ports.lock().expect("not poisoned").get(&port).copied();
     let stream = match to {
         Some(to) => TcpStream::connect(to).await.ok(),
         None => None,

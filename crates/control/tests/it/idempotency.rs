@@ -54,7 +54,7 @@ async fn while_the_first_is_under_way_the_second_is_told_so() {
         async move { request.send().await.expect("answers") }
     });
     eventually("the node is asked", async || {
-        !platform.node.creates.lock().unwrap().is_empty()
+        !platform.node.creates.lock().expect("not poisoned").is_empty()
     })
     .await;
     let (status, answer) = error(create(&platform, "k", &body).await).await;
@@ -66,7 +66,7 @@ async fn while_the_first_is_under_way_the_second_is_told_so() {
     let first: Value = first.await.expect("joins").json().await.expect("json");
     let second: Value = create(&platform, "k", &body).await.json().await.expect("json");
     assert_eq!(first, second);
-    assert_eq!(platform.node.creates.lock().unwrap().len(), 1);
+    assert_eq!(platform.node.creates.lock().expect("not poisoned").len(), 1);
 }
 
 #[tokio::test]
@@ -89,7 +89,7 @@ async fn a_client_that_goes_away_does_not_stop_its_create() {
         .json(&body);
     let gone = tokio::spawn(request.send());
     eventually("the node is asked", async || {
-        !platform.node.creates.lock().unwrap().is_empty()
+        !platform.node.creates.lock().expect("not poisoned").is_empty()
     })
     .await;
     gone.abort();
@@ -102,5 +102,5 @@ async fn a_client_that_goes_away_does_not_stop_its_create() {
         create(&platform, "k", &body).await.status() == 201
     })
     .await;
-    assert_eq!(platform.node.creates.lock().unwrap().len(), 1);
+    assert_eq!(platform.node.creates.lock().expect("not poisoned").len(), 1);
 }

@@ -42,7 +42,7 @@ async fn a_project_gets_exactly_its_quota() {
     );
     assert_eq!(platform.node.live_count(), 10);
     assert_eq!(
-        platform.node.creates.lock().unwrap().len(),
+        platform.node.creates.lock().expect("not poisoned").len(),
         10,
         "the node is not even asked for the others"
     );

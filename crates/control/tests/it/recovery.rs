@@ -164,10 +164,10 @@ async fn a_sandbox_that_is_being_created_is_let_be() {
         .json(&serde_json::json!({"templateID": "gated"}));
     let create = tokio::spawn(request.send());
     eventually("the node is asked", async || {
-        !platform.node.creates.lock().unwrap().is_empty()
+        !platform.node.creates.lock().expect("not poisoned").is_empty()
     })
     .await;
-    let id = platform.node.creates.lock().unwrap()[0].id.clone();
+    let id = platform.node.creates.lock().expect("not poisoned")[0].id.clone();
     // Several comparisons go by.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let row = platform

@@ -33,7 +33,7 @@ async fn a_sandbox_lives_through_the_calls_of_both_versions() {
             .node
             .creates
             .lock()
-            .unwrap()
+            .expect("not poisoned")
             .last()
             .cloned()
             .expect("created");

@@ -13,6 +13,26 @@ use crate::{
 };
 
 #[tokio::test]
+async fn a_connection_on_which_nothing_is_asked_is_closed() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let limits = Limits {
+        head: Duration::from_millis(200),
+        ..Limits::default()
+    };
+    let platform = Platform::start_with(Quotas::default(), FakeNode::new(), limits).await;
+    // Nothing at all; half of what an HTTP/2 client begins with; half a head.
+    for begin in [&b""[..], b"PRI * HTTP/2.0", b"GET / HTTP/1.1\r\nHost: "] {
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", platform.port))
+            .await
+            .expect("connects");
+        stream.write_all(begin).await.expect("writes");
+        let mut rest = Vec::new();
+        let closed = tokio::time::timeout(Duration::from_secs(5), stream.read_to_end(&mut rest)).await;
+        assert!(closed.is_ok(), "still open after {begin:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_create_under_way_is_answered_and_an_endless_stream_is_ended() {
     let limits = Limits {
         drain: Duration::from_millis(500),
@@ -32,7 +52,7 @@ async fn a_create_under_way_is_answered_and_an_endless_stream_is_ended() {
             .send(),
     );
     eventually("the node is asked", async || {
-        platform.node.creates.lock().unwrap().len() == 2
+        platform.node.creates.lock().expect("not poisoned").len() == 2
     })
     .await;
     let node = platform.node.clone();

@@ -126,6 +126,51 @@ async fn a_signature_opens_its_file_its_way_until_it_expires() {
 }
 
 #[tokio::test]
+async fn a_signed_url_without_any_id_finds_its_sandbox() {
+    let platform = Platform::start().await;
+    let sandboxes = [
+        platform.create().await,
+        platform.create().await,
+        platform.create().await,
+    ];
+    let ask = async |method: Method, path: &str, signature: &str, more: &str| {
+        let signature = signature.replace('+', "%2B");
+        let url = format!("{}/files?path={path}&signature={signature}{more}", platform.url);
+        let answer = platform
+            .client
+            .request(method, url)
+            .send()
+            .await
+            .expect("answers");
+        answer.status().as_u16()
+    };
+    for sandbox in &sandboxes {
+        let read = sign("x", "read", "", &sandbox.token, None);
+        assert_eq!(ask(Method::GET, "x", &read, "").await, 200);
+        assert_eq!(
+            ask(Method::GET, "y", &read, "").await,
+            404,
+            "nobody has signed that"
+        );
+        assert_eq!(ask(Method::POST, "x", &read, "").await, 404);
+        let past = Timestamp::now().as_second() - 1;
+        let expired = sign("x", "read", "", &sandbox.token, Some(past));
+        assert_eq!(
+            ask(
+                Method::GET,
+                "x",
+                &expired,
+                &format!("&signature_expiration={past}")
+            )
+            .await,
+            401
+        );
+        platform.delete(&format!("/sandboxes/{}", sandbox.id)).await;
+        assert_ne!(ask(Method::GET, "x", &read, "").await, 200, "it is gone");
+    }
+}
+
+#[tokio::test]
 async fn a_signature_for_writing_writes_and_names_its_user_alone() {
     let platform = Platform::start().await;
     let sandbox = platform.create().await;
