@@ -8,6 +8,7 @@ mod platform;
 mod ports;
 mod quotas;
 mod recovery;
+mod refusals;
 mod rest;
 mod shutdown;
 mod signed;
