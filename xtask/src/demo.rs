@@ -75,7 +75,7 @@ pub(crate) fn run(session: &Session, options: &Options) -> Result<ExitCode> {
         println!("\n{}", how_to_go_on(&platform, space));
         println!("The platform runs until Ctrl-C.");
         match platform.wait(session) {
-            Err(error) if error.downcast_ref::<Interrupted>().is_some() => {}
+            Err(error) if error.downcast_ref::<Interrupted>().is_some() => platform.stop()?,
             other => other?,
         }
     } else {

@@ -2,6 +2,7 @@
 
 use std::{
     fs::File,
+    os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -59,6 +60,8 @@ impl Platform {
         command
             .stdout(output.try_clone().context("cannot copy a descriptor")?)
             .stderr(output);
+        // A group of its own: Ctrl-C is for us, and we stop it in order when nobody uses it any more.
+        command.process_group(0);
         let mut child = Guarded(command.spawn().context("cannot start space up")?);
         let begin = Instant::now();
         loop {
@@ -103,9 +106,15 @@ impl Platform {
         }
     }
 
-    /// Waits until it is stopped from outside, or Ctrl-C.
+    /// Waits for Ctrl-C; fails with it, or because the platform ended.
     pub(crate) fn wait(&mut self, session: &Session) -> Result<()> {
-        session.wait(&mut self.child, None, |_| {}).map(drop)
+        loop {
+            session.check_interrupted()?;
+            if let Some(status) = self.child.0.try_wait().context("cannot wait for space up")? {
+                bail!("space up ended by itself ({status}):\n{}", tail(&self.log, 30));
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
     }
 
     /// Stops it in order. Fails if it had to be killed or says that something was left.

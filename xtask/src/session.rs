@@ -54,6 +54,8 @@ const TAIL_LINES: usize = 60;
 const HEARTBEAT: Duration = Duration::from_secs(60);
 /// How often a running program is looked at.
 const POLL: Duration = Duration::from_millis(20);
+/// How long an interrupted program may clean up before it is asked to end.
+const CLEAN_UP_LIMIT: Duration = Duration::from_secs(3);
 /// How long an interrupted program may take to end before it is killed.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
@@ -225,6 +227,11 @@ impl Session {
                 return Ok(status);
             }
             if self.interrupted.load(Ordering::Relaxed) {
+                // Ctrl-C reaches the whole group of the terminal: it may be cleaning up by itself.
+                let limit = Instant::now() + CLEAN_UP_LIMIT;
+                while Instant::now() < limit && matches!(child.0.try_wait(), Ok(None)) {
+                    thread::sleep(POLL);
+                }
                 child.end(END_LIMIT);
                 return Err(Interrupted.into());
             }
