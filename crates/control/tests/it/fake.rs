@@ -56,6 +56,7 @@ pub(crate) struct FakeNode {
 struct Live {
     status: SandboxStatus,
     channel: Option<(DataStream, AbortHandle)>,
+    unnoticed: bool,
 }
 
 /// What all the guests share, for tests to look into.
@@ -122,6 +123,7 @@ impl FakeNode {
         let live = Live {
             status,
             channel: None,
+            unnoticed: false,
         };
         self.live
             .lock()
@@ -148,11 +150,12 @@ impl FakeNode {
             .map(|live| live.status.clone())
     }
 
-    /// Breaks the data channel under whoever holds it.
+    /// Breaks the data channel, and gives the broken one out once more, as a node does that has not noticed yet.
     pub(crate) fn break_channel(&self, id: &SandboxId) {
-        let live = self.live.lock().expect("not poisoned");
-        let (_, server) = live[id].channel.as_ref().expect("was open");
-        server.abort();
+        let mut live = self.live.lock().expect("not poisoned");
+        let live = live.get_mut(id).expect("is live");
+        live.channel.as_ref().expect("was open").1.abort();
+        live.unnoticed = true;
     }
 
     fn end(&self, id: &SandboxId, cause: EndCause) -> Option<EndRecord> {
@@ -258,6 +261,7 @@ impl Node for FakeNode {
             Live {
                 status: status.clone(),
                 channel: None,
+                unnoticed: false,
             },
         );
         Ok(status)
@@ -314,8 +318,8 @@ impl Node for FakeNode {
 
     async fn data(&self, id: &SandboxId) -> Result<DataStream, NodeError> {
         {
-            let live = self.live.lock().expect("not poisoned");
-            let entry = live.get(id).ok_or_else(|| self.not_found(id))?;
+            let mut live = self.live.lock().expect("not poisoned");
+            let entry = live.get_mut(id).ok_or_else(|| self.not_found(id))?;
             if entry.status.state != SandboxState::Running {
                 return Err(NodeError::Transitioning {
                     id: id.clone(),
@@ -323,7 +327,7 @@ impl Node for FakeNode {
                 });
             }
             if let Some((channel, _)) = &entry.channel
-                && !channel.is_closed()
+                && (std::mem::take(&mut entry.unnoticed) || !channel.is_closed())
             {
                 return Ok(channel.clone());
             }
