@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 
 use crate::{
-    build,
+    build::{self, Scope},
     platform::{self, Platform},
     session::Session,
     setup::{self, Purpose},
@@ -43,10 +43,10 @@ pub(crate) struct Create {
 pub(crate) fn run(session: &Session, bench: &Bench) -> Result<ExitCode> {
     let Bench::Create(create) = bench;
     setup::ensure(session, Purpose::Demo)?;
-    let built = build::all(session)?;
+    let built = build::all(session, Scope::Benchmark)?;
     platform::ensure_template(session, &built, &create.data_dir)?;
     let platform = Platform::start(session, &built, &create.data_dir)?;
-    let mut command = command(session, &platform, &create.data_dir)?;
+    let mut command = command(session, &platform, &create.data_dir);
     command.arg("--n").arg(create.n.to_string());
     if create.smoke {
         command.arg("--smoke");
@@ -63,16 +63,12 @@ pub(crate) fn run(session: &Session, bench: &Bench) -> Result<ExitCode> {
     })
 }
 
-/// Builds the benchmark and gives it what it always needs.
-pub(crate) fn command(session: &Session, platform: &Platform, data_directory: &Path) -> Result<Command> {
-    session.run(
-        "build bench",
-        session.cargo().args(["build", "--locked", "-p", "space-bench"]),
-    )?;
+/// The benchmark with what it always needs.
+pub(crate) fn command(session: &Session, platform: &Platform, data_directory: &Path) -> Command {
     let mut command = session.command(session.target().join("debug/space-bench"));
     command.arg("create").arg("--data-dir").arg(data_directory);
     command
         .env("SPACE_API_URL", &platform.url)
         .env("SPACE_API_KEY", &platform.key);
-    Ok(command)
+    command
 }

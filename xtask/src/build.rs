@@ -23,13 +23,27 @@ const GUEST_FLAGS: (&str, &str) = (
     "-C target-feature=+crt-static",
 );
 
-/// Builds `space` and the guest's daemon.
-pub(crate) fn all(session: &Session) -> Result<Built> {
+/// How much is built besides the guest's daemon.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Scope {
+    /// The `space` binary.
+    Space,
+    /// `space` and the benchmark.
+    Benchmark,
+    /// All programs and all tests. In one go: test-only features of a dependency mean compiling it again, and so
+    /// everything that a test run uses is built with the same ones.
+    Everything,
+}
+
+/// Builds the guest's daemon, and what else is in scope.
+pub(crate) fn all(session: &Session, scope: Scope) -> Result<Built> {
     let daemon = daemon(session)?;
-    session.run(
-        "build space",
-        session.cargo().args(["build", "--locked", "-p", "space"]),
-    )?;
+    let (step, what): (_, &[&str]) = match scope {
+        Scope::Space => ("build space", &["-p", "space"]),
+        Scope::Benchmark => ("build space and bench", &["-p", "space", "-p", "space-bench"]),
+        Scope::Everything => ("build everything", &["--workspace", "--bins", "--tests"]),
+    };
+    session.run(step, session.cargo().args(["build", "--locked"]).args(what))?;
     let space = session.target().join("debug/space");
     if !space.is_file() {
         bail!("the build left no {}", space.display());

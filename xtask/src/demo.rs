@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::Args;
 
 use crate::{
-    build,
+    build::{self, Scope},
     platform::{self, Platform},
     python,
     session::{Interrupted, Session},
@@ -45,7 +45,7 @@ pub(crate) struct Options {
 /// Runs it.
 pub(crate) fn run(session: &Session, options: &Options) -> Result<ExitCode> {
     setup::ensure(session, Purpose::Demo)?;
-    let built = build::all(session)?;
+    let built = build::all(session, Scope::Space)?;
     let python = environment(session)?;
     platform::ensure_template(session, &built, &options.data_dir)?;
     let mut platform = Platform::start(session, &built, &options.data_dir)?;

@@ -74,7 +74,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         }
         Command::Build => {
             setup::ensure(&session, setup::Purpose::Build)?;
-            let built = build::all(&session)?;
+            let built = build::all(&session, build::Scope::Space)?;
             println!("{}\n{}", built.space.display(), built.daemon.display());
             Ok(ExitCode::SUCCESS)
         }

@@ -6,7 +6,9 @@ use anyhow::{Context as _, Result, bail};
 
 use super::{Counts, Run, Step};
 use crate::{
-    bench, build, check, demo, find_program,
+    bench,
+    build::{self, Scope},
+    check, demo, find_program,
     platform::{self, Platform},
     python,
     session::Interrupted,
@@ -54,7 +56,7 @@ pub(crate) const ALL: &[Step] = &[
     Step {
         name: "build",
         needs: &["setup"],
-        what: "the platform and the guest's daemon",
+        what: "the guest's daemon, all programs and all tests",
         run: build,
     },
     Step {
@@ -65,7 +67,7 @@ pub(crate) const ALL: &[Step] = &[
     },
     Step {
         name: "unit",
-        needs: &["setup"],
+        needs: &["build"],
         what: "tests inside the crates",
         run: unit,
     },
@@ -140,7 +142,7 @@ fn checked(run: &mut Run<'_>, name: &str) -> Result<Counts> {
 }
 
 fn build(run: &mut Run<'_>) -> Result<Counts> {
-    run.built = Some(build::all(run.session)?);
+    run.built = Some(build::all(run.session, Scope::Everything)?);
     Ok(Counts::success())
 }
 
@@ -294,7 +296,7 @@ fn platform_of<'a>(run: &'a Run<'_>) -> Result<&'a Platform> {
 }
 
 fn bench_smoke(run: &mut Run<'_>) -> Result<Counts> {
-    let mut command = bench::command(run.session, platform_of(run)?, &run.data_directory)?;
+    let mut command = bench::command(run.session, platform_of(run)?, &run.data_directory);
     command.args(["--smoke", "--n", "3"]);
     run.session.run("bench", &mut command)?;
     Ok(Counts::success())
