@@ -47,6 +47,8 @@ impl Counts {
     pub(crate) fn of_log(log: &str) -> Option<Self> {
         let mut counts = Self::default();
         let mut found = false;
+        // nextest shows what each test's own process printed, closing line and all: only its own sums count then.
+        let nextest = log.lines().any(|line| line.trim_start().starts_with(NEXTEST));
         // What the test whose output this is has given as reasons: said on both outputs, it is still one skip.
         let mut said: Vec<&str> = Vec::new();
         for line in log.lines() {
@@ -59,6 +61,9 @@ impl Counts {
                     said.push(why);
                     counts.skips.push(why.trim().to_owned());
                 }
+                continue;
+            }
+            if nextest && !line.starts_with(NEXTEST) {
                 continue;
             }
             let Some(some) = closing_line(line) else { continue };
@@ -84,7 +89,7 @@ fn begins_a_test(line: &str) -> bool {
 /// The counts in a runner's closing line.
 fn closing_line(line: &str) -> Option<Counts> {
     // nextest: `Summary [ 1.2s] 5 tests run: 4 passed (1 slow), 1 failed, 2 skipped`
-    if line.starts_with("Summary [") {
+    if line.starts_with(NEXTEST) {
         return words(line.split_once(" run: ")?.1);
     }
     // cargo test: `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in 0.1s`
@@ -136,6 +141,9 @@ fn counted(number: u64, word: &str) -> Option<Counts> {
     Some(counts)
 }
 
+/// How nextest's closing line begins.
+const NEXTEST: &str = "Summary [";
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,6 +176,13 @@ mod tests {
             (3, 1, 0)
         );
         assert_eq!(three("ℹ pass 7\nℹ fail 0"), (7, 0, 0));
+    }
+
+    #[test]
+    fn a_test_shown_by_nextest_counts_once() {
+        let log = "PASS [ 0.1s] a\n  stdout\n    test result: ok. 1 passed; 0 failed; 0 ignored; finished in 0.1s\n\
+                   ────\n     Summary [ 1s] 1 test run: 1 passed, 0 skipped";
+        assert_eq!(three(log), (1, 0, 0));
     }
 
     #[test]
