@@ -1,7 +1,7 @@
 //! The control port's thread: reads the host's messages, acts, answers.
 //!
 //! ```text
-//!            ┌────────── Thaw, or no thaw within WATCHDOG ──────────┐
+//!            ┌───── Thaw, Identity, or neither within WATCHDOG ─────┐
 //!            ▼                                                      │
 //!  start ► ready ───────────────── Freeze ───────────────────► frozen
 //! ```
@@ -236,7 +236,12 @@ impl Loop {
                 if identity.mode == space_channel::IdentityMode::New {
                     self.control.services.set_guest_token(identity.guest_token);
                 }
-                self.done(sequence, outcome);
+                // Started from a frozen snapshot: from here on the agent sees the right clock and its own identity.
+                let thawed = match self.thaw_at {
+                    Some(_) => self.thaw().map_err(|error| ("thaw", error)),
+                    None => Ok(()),
+                };
+                self.done(sequence, outcome.and(thawed));
             }
             HostMessage::Freeze { deadline_ms } => {
                 self.freeze(sequence, Duration::from_millis(deadline_ms.into()));

@@ -386,12 +386,33 @@ async fn the_agents_processes_freeze_and_thaw() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(size(), frozen_at);
     drop(control);
+    let goes_on = async |since: u64| {
+        let begun = Instant::now();
+        while size() == since {
+            assert!(begun.elapsed() < LIMIT, "the program does not go on");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
     let (control, ack) = stand.control().await;
     assert_eq!(ack.state, GuestState::Frozen);
     control.thaw(5, LIMIT).await.unwrap();
-    let begun = Instant::now();
-    while size() == frozen_at {
-        assert!(begun.elapsed() < LIMIT, "the program does not go on");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    goes_on(frozen_at).await;
+
+    // As in a machine that is started from a snapshot of frozen processes: its identity lets them go on.
+    assert!(
+        control
+            .freeze(Duration::from_secs(2), LIMIT)
+            .await
+            .unwrap()
+            .frozen
+    );
+    let frozen_at = size();
+    control
+        .identity(identity(IdentityMode::New), LIMIT)
+        .await
+        .unwrap();
+    goes_on(frozen_at).await;
+    drop(control);
+    let (_control, ack) = stand.control().await;
+    assert_eq!(ack.state, GuestState::Ready);
 }

@@ -31,11 +31,13 @@ use crate::{
 };
 
 /// Raise when the way a machine is brought up changes what its snapshot holds.
-const BUILDER: &str = "space-machine-2";
+const BUILDER: &str = "space-machine-3";
 /// From the start of the vCPUs to the daemon's first answer.
 const BOOT: Duration = Duration::from_secs(120);
 /// For one answer on the control port.
 const ANSWER: Duration = Duration::from_secs(60);
+/// How long the start command may take to stand still for the snapshot.
+const FREEZE: Duration = Duration::from_secs(2);
 /// Memory the monitor may use beside the guest's own, bytes.
 const MONITOR_MEMORY: u64 = 768 << 20;
 /// Longest end of a console in an error, characters.
@@ -393,6 +395,20 @@ async fn bring_up(
     warm::warm_up(stream, control.nonce(), &template.manifest, part).await?;
 
     part.report("quiescing the machine", 0.82);
+    if template.manifest.start.is_some() {
+        // Started from the snapshot, it must not run an instruction before the machine has clock, entropy and identity:
+        // the daemon thaws it when it has applied them.
+        let report = control
+            .freeze(FREEZE, ANSWER)
+            .await
+            .map_err(|error| guest("freeze its start command")(error.to_string()))?;
+        if !report.frozen {
+            return Err(guest("freeze its start command")(format!(
+                "it did not stand still within {} s",
+                FREEZE.as_secs()
+            )));
+        }
+    }
     control
         .quiesce(ANSWER)
         .await

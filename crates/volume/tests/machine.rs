@@ -23,7 +23,7 @@ use std::{
 
 use fs_err as fs;
 use space_api::size::SizeClass;
-use space_channel::HostControl;
+use space_channel::{GuestState, HostControl};
 use space_node_manager::{GroupLimits, LocalPrivileges, ObjectName, Privileges, SweepReport};
 use space_vmm::{DiskLayer, Machine, MachineSpec, PortStream, QemuConfig, QemuDriver, StartMode, Vmm};
 use space_volume::{
@@ -137,7 +137,7 @@ impl Lab {
         &self,
         files: &MachineFiles,
         size: SizeClass,
-    ) -> (Box<dyn Machine>, HostControl, ObjectName) {
+    ) -> (Box<dyn Machine>, HostControl, GuestState, ObjectName) {
         let name = ObjectName::new("restored").unwrap();
         let run = self.directory.path().join("run/restored");
         self.privileges.create_directory(&run, UIDS.1).await.unwrap();
@@ -185,7 +185,7 @@ impl Lab {
             .await
             .unwrap();
         assert_eq!(ack.generation, 0, "no identity is part of a template");
-        (machine, control, name)
+        (machine, control, ack.state, name)
     }
 
     async fn end(&self, machine: Box<dyn Machine>, name: &ObjectName) {
@@ -299,9 +299,14 @@ async fn a_machine_is_built_once_for_all_who_ask_and_starts_from_its_snapshot() 
         u64::from(size.memory_mib) << 20
     );
     let before = fs::read(&files.template.memory).unwrap();
-    let (machine, control, name) = lab.restore(&files, size).await;
+    let (machine, control, state, name) = lab.restore(&files, size).await;
     let health = control.health(Duration::from_secs(30)).await.unwrap();
-    assert_eq!(health.processes, 1, "the start command runs in the snapshot");
+    assert_eq!(health.processes, 1, "the start command is part of the snapshot");
+    assert_eq!(
+        state,
+        GuestState::Frozen,
+        "and waits there for the machine's identity"
+    );
     lab.end(machine, &name).await;
     assert!(
         fs::read(&files.template.memory).unwrap() == before,
