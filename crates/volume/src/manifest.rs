@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use serde::{Deserialize, Serialize};
@@ -102,7 +103,7 @@ pub struct Template {
     /// Digest of the manifest.
     pub digest: Digest,
     /// Its content.
-    pub manifest: Manifest,
+    pub manifest: Arc<Manifest>,
     /// When it was first published here.
     pub created_at: jiff::Timestamp,
 }

@@ -14,11 +14,11 @@
 //! found. Files are read-only for all, directories can be passed by all: monitors run as ordinary users.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io::{self, Read as _, Write as _},
     os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use fs_err::{self as fs, File};
@@ -30,6 +30,8 @@ use crate::{
     manifest::{Blob, MAX_MANIFEST},
 };
 
+/// Manifests kept in memory at most; beyond that they are read again.
+const MAX_VERIFIED: usize = 64;
 const DIRECTORIES: [&str; 6] = ["blobs", "manifests", "names", "machines", "locks", "work"];
 
 /// An open store. Any number of processes may have the same one open.
@@ -38,6 +40,8 @@ pub struct TemplateStore {
     directory: PathBuf,
     /// Held shared as long as the store is open.
     _open: File,
+    /// Manifests that were read and found to be what their digest says: every create asks for one.
+    verified: Mutex<BTreeMap<Digest, Arc<Manifest>>>,
 }
 
 impl TemplateStore {
@@ -73,6 +77,7 @@ impl TemplateStore {
         Ok(Self {
             directory,
             _open: open,
+            verified: Mutex::default(),
         })
     }
 
@@ -434,17 +439,38 @@ impl TemplateStore {
             .metadata()
             .and_then(|metadata| metadata.modified())
             .map_err(VolumeError::io(step))?;
-        let mut bytes = Vec::new();
-        file.take(MAX_MANIFEST as u64 + 1)
-            .read_to_end(&mut bytes)
-            .map_err(VolumeError::io(step))?;
+        let known = self.verified().get(&digest).cloned();
+        let manifest = match known {
+            Some(manifest) => manifest,
+            None => {
+                let manifest = Arc::new(read_manifest(file, digest, &path)?);
+                let mut verified = self.verified();
+                if verified.len() >= MAX_VERIFIED {
+                    verified.clear();
+                }
+                verified.insert(digest, Arc::clone(&manifest));
+                manifest
+            }
+        };
         Ok(Template {
             name,
             digest,
-            manifest: Manifest::from_bytes(&bytes, digest, &path)?,
+            manifest,
             created_at: modified.try_into().unwrap_or(jiff::Timestamp::UNIX_EPOCH),
         })
     }
+
+    fn verified(&self) -> MutexGuard<'_, BTreeMap<Digest, Arc<Manifest>>> {
+        self.verified.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read_manifest(file: File, digest: Digest, path: &Path) -> Result<Manifest, VolumeError> {
+    let mut bytes = Vec::new();
+    file.take(MAX_MANIFEST as u64 + 1)
+        .read_to_end(&mut bytes)
+        .map_err(VolumeError::io("read a manifest"))?;
+    Manifest::from_bytes(&bytes, digest, path)
 }
 
 /// Reads a file to its end.
