@@ -6,9 +6,9 @@
 //! | machine id, boot id, host name, guest token | yes | no |
 //!
 //! This is on the way of every create, in a machine that may be emulated and has executed nothing yet, where every path
-//! through the kernel costs about a millisecond the first time. So [`IdentityFiles::apply`] only writes contents of fixed
-//! lengths over the old ones, in files opened long before, all in memory; [`IdentityFiles::tidy`], after the answer, cuts
-//! the padding off and enters the host name in the hosts file.
+//! through the kernel costs about a millisecond the first time. So [`IdentityFiles::apply`] only copies text into files
+//! that were mapped long before, all in memory, and pads it with newlines to the length they have;
+//! [`IdentityFiles::tidy`], after the answer, cuts the padding off and enters the host name in the hosts file.
 
 use std::{
     fs::{self, File, Permissions},
@@ -22,8 +22,12 @@ use space_channel::{
     message::{MAX_HOSTNAME, MAX_TOKEN},
 };
 
-use crate::kernel::Kernel;
+use crate::{kernel::Kernel, mapped::MappedFile};
 
+/// Length of a machine id and its newline.
+const MACHINE_ID: usize = 33;
+/// Length of a boot id and its newline.
+const BOOT_ID: usize = 37;
 /// Largest hosts file that is kept up; a larger one was made by the agent and is left alone.
 const MAX_HOSTS: u64 = 64 * 1024;
 /// Marks the line that names this machine in the hosts file.
@@ -32,14 +36,14 @@ const HOSTS_MARK: &str = " # this sandbox";
 /// The files that tell programs who this machine is. `/etc/machine-id` and the like point to them.
 #[derive(Debug)]
 pub struct IdentityFiles {
-    machine_id: File,
-    boot_id: File,
-    hostname: File,
+    machine_id: MappedFile,
+    boot_id: MappedFile,
+    hostname: MappedFile,
     hosts: File,
-    token: File,
+    token: MappedFile,
     generation: u64,
-    /// Host name and length of the token that [`IdentityFiles::tidy`] has yet to deal with.
-    untidy: Option<(String, usize)>,
+    /// Host name that [`IdentityFiles::tidy`] has yet to deal with.
+    untidy: Option<String>,
 }
 
 impl IdentityFiles {
@@ -57,11 +61,11 @@ impl IdentityFiles {
             Ok(file)
         };
         Ok(Self {
-            machine_id: create("machine-id")?,
-            boot_id: create("boot-id")?,
-            hostname: create("hostname")?,
+            machine_id: MappedFile::new(create("machine-id")?, MACHINE_ID)?,
+            boot_id: MappedFile::new(create("boot-id")?, BOOT_ID)?,
+            hostname: MappedFile::new(create("hostname")?, MAX_HOSTNAME + 1)?,
             hosts: create("hosts")?,
-            token: create("token")?,
+            token: MappedFile::new(create("token")?, MAX_TOKEN)?,
             generation: 0,
             untidy: None,
         })
@@ -69,13 +73,10 @@ impl IdentityFiles {
 
     /// Sets what there is before the first identity.
     pub fn begin(&mut self, boot_id: &[u8], hosts: &[u8], hostname: &str) -> io::Result<()> {
-        overwrite(&self.machine_id, b"uninitialized\n")?;
-        overwrite(&self.boot_id, boot_id)?;
-        overwrite(&self.hosts, hosts)?;
-        self.hostname
-            .write_all_at(&padded::<{ MAX_HOSTNAME + 1 }>(hostname), 0)?;
-        self.untidy = Some((hostname.to_owned(), 0));
-        self.tidy()
+        self.machine_id.put(b"uninitialized\n")?;
+        self.boot_id.put(boot_id)?;
+        self.hostname.put(hostname.as_bytes())?;
+        overwrite(&self.hosts, &renamed(hosts, hostname))
     }
 
     /// The generation of the last identity, zero before the first.
@@ -100,43 +101,37 @@ impl IdentityFiles {
         attempt("reseed the generator", kernel.reseed(&identity.entropy));
         attempt("set the clock", kernel.set_clock(identity.realtime_ns));
         if identity.mode == IdentityMode::New {
-            attempt(
-                "write the machine id",
-                self.machine_id.write_all_at(&machine_id(&identity.machine_id), 0),
-            );
-            attempt(
-                "write the boot id",
-                self.boot_id.write_all_at(&uuid(&identity.boot_id), 0),
-            );
-            attempt(
-                "write the token",
-                self.token
-                    .write_all_at(&padded::<MAX_TOKEN>(&identity.guest_token), 0),
-            );
+            let (machine_id, boot_id) = (machine_id(&identity.machine_id), uuid(&identity.boot_id));
+            attempt("write the machine id", self.machine_id.put(&machine_id));
+            attempt("write the boot id", self.boot_id.put(&boot_id));
+            attempt("write the token", self.token.put(identity.guest_token.as_bytes()));
             if !identity.hostname.is_empty() {
-                let name = padded::<{ MAX_HOSTNAME + 1 }>(&identity.hostname);
-                attempt("write the host name", self.hostname.write_all_at(&name, 0));
+                let name = identity.hostname.as_bytes();
+                attempt("write the host name", self.hostname.put(name));
                 attempt("set the host name", kernel.set_hostname(&identity.hostname));
             }
-            self.untidy = Some((identity.hostname.clone(), identity.guest_token.len()));
+            self.untidy = Some(identity.hostname.clone());
         }
         first
     }
 
     /// Does what [`IdentityFiles::apply`] left for later, if anything.
     pub fn tidy(&mut self) -> io::Result<()> {
-        let Some((hostname, token)) = self.untidy.take() else {
+        let Some(hostname) = self.untidy.take() else {
             return Ok(());
         };
-        self.token.set_len(token as u64)?;
-        if self.generation > 0 {
-            self.machine_id.set_len(33)?;
-            self.boot_id.set_len(37)?;
+        // The host name keeps one newline, as is usual; a token has none.
+        for (file, newlines) in [
+            (&mut self.machine_id, 0),
+            (&mut self.boot_id, 0),
+            (&mut self.token, 0),
+            (&mut self.hostname, 1),
+        ] {
+            file.trim(newlines)?;
         }
         if hostname.is_empty() {
             return Ok(());
         }
-        self.hostname.set_len(hostname.len() as u64 + 1)?;
         let length = self.hosts.metadata()?.len();
         if length > MAX_HOSTS {
             return Ok(());
@@ -170,24 +165,15 @@ fn overwrite(file: &File, content: &[u8]) -> io::Result<()> {
     file.set_len(content.len() as u64)
 }
 
-/// A text followed by newlines, which shells take off again.
-fn padded<const LENGTH: usize>(text: &str) -> [u8; LENGTH] {
-    let mut bytes = [b'\n'; LENGTH];
-    for (to, from) in bytes.iter_mut().zip(text.bytes()) {
-        *to = from;
-    }
-    bytes
-}
-
-fn machine_id(id: &[u8; 16]) -> [u8; 33] {
-    let mut text = [b'\n'; 33];
+fn machine_id(id: &[u8; 16]) -> [u8; MACHINE_ID] {
+    let mut text = [b'\n'; MACHINE_ID];
     write_hex(id, &mut text);
     text
 }
 
 /// In groups of 8, 4, 4, 4 and 12 digits.
-fn uuid(id: &[u8; 16]) -> [u8; 37] {
-    let mut text = [b'-'; 37];
+fn uuid(id: &[u8; 16]) -> [u8; BOOT_ID] {
+    let mut text = [b'-'; BOOT_ID];
     for (bytes, at) in [(0..4, 0), (4..6, 9), (6..8, 14), (8..10, 19), (10..16, 24)] {
         write_hex(&id[bytes], &mut text[at..]);
     }
@@ -238,9 +224,15 @@ mod tests {
         files.apply(&kernel, &identity(IdentityMode::Kept)).unwrap();
         assert_eq!(kernel.calls(), ["reseed 9", "clock 5"]);
         assert_eq!(files.generation(), 3);
+        let shown = |name: &str| read(name).trim_end().to_owned();
         assert_eq!(
-            (read("machine-id"), read("boot-id"), read("token")),
-            ("uninitialized\n".into(), "before\n".into(), "".into())
+            (
+                shown("machine-id"),
+                shown("boot-id"),
+                shown("token"),
+                shown("hostname")
+            ),
+            ("uninitialized".into(), "before".into(), "".into(), "space".into())
         );
 
         files.apply(&kernel, &identity(IdentityMode::New)).unwrap();

@@ -22,6 +22,7 @@ pub mod init;
 pub mod kernel;
 pub mod log;
 pub mod loopback;
+mod mapped;
 pub mod modules;
 pub mod mounts;
 pub mod network;
