@@ -45,6 +45,14 @@ pub struct LocalPrivileges {
     _lock: OwnedFd,
 }
 
+impl Drop for LocalPrivileges {
+    /// The directories that hold the installation's groups go with the last group. While they are removed the lock is
+    /// still held, so nobody makes a group in them.
+    fn drop(&mut self) {
+        self.groups.remove_parents();
+    }
+}
+
 impl LocalPrivileges {
     /// Looks at the host and takes the installation's lock.
     ///

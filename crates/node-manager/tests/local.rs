@@ -469,6 +469,33 @@ async fn a_sweep_leaves_nothing_but_what_is_kept() {
     }
 }
 
+/// Also without a sweep, as after a template build, which deletes what it made by name.
+#[tokio::test]
+async fn the_installations_own_directories_go_with_the_last_group() {
+    let Some(node) = Node::new() else { return };
+    let installation = format!("{}d", node.installation);
+    let run = node.directory.path().join("other");
+    let parents = || {
+        let hierarchies = fs::read_dir("/sys/fs/cgroup")
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        hierarchies
+            .chain(["/sys/fs/cgroup".into()])
+            .filter(|hierarchy| hierarchy.join(format!("space-{installation}")).exists())
+            .count()
+    };
+    let privileges = LocalPrivileges::new(&installation, &run).unwrap();
+    privileges.create_group(&name("kept"), &limits()).await.unwrap();
+    privileges.create_group(&name("gone"), &limits()).await.unwrap();
+    privileges.delete_group(&name("gone")).await.unwrap();
+    drop(privileges);
+    assert_ne!(parents(), 0, "a group is left in them");
+    let privileges = LocalPrivileges::new(&installation, &run).unwrap();
+    privileges.delete_group(&name("kept")).await.unwrap();
+    drop(privileges);
+    assert_eq!(parents(), 0);
+}
+
 #[tokio::test]
 async fn spawning_is_quick_however_large_this_process_is() {
     let Some(node) = Node::new() else { return };
