@@ -40,8 +40,27 @@ pub struct TemplateStore {
     directory: PathBuf,
     /// Held shared as long as the store is open.
     _open: File,
-    /// Manifests that were read and found to be what their digest says: every create asks for one.
-    verified: Mutex<BTreeMap<Digest, Arc<Manifest>>>,
+    /// Manifests that were read and found to be what their digest says: every create asks for one. Read again when their
+    /// file has changed since.
+    verified: Mutex<BTreeMap<Digest, (FileVersion, Arc<Manifest>)>>,
+}
+
+/// Changes whenever anybody writes to a file or puts another in its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileVersion {
+    inode: u64,
+    bytes: u64,
+    changed: (i64, i64),
+}
+
+impl FileVersion {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        Self {
+            inode: metadata.ino(),
+            bytes: metadata.len(),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
 }
 
 impl TemplateStore {
@@ -435,20 +454,19 @@ impl TemplateStore {
             }
             Err(error) => return Err(VolumeError::io(step)(error)),
         };
-        let modified = file
-            .metadata()
-            .and_then(|metadata| metadata.modified())
-            .map_err(VolumeError::io(step))?;
+        let metadata = file.metadata().map_err(VolumeError::io(step))?;
+        let modified = metadata.modified().map_err(VolumeError::io(step))?;
+        let version = FileVersion::of(&metadata);
         let known = self.verified().get(&digest).cloned();
         let manifest = match known {
-            Some(manifest) => manifest,
-            None => {
+            Some((of, manifest)) if of == version => manifest,
+            _ => {
                 let manifest = Arc::new(read_manifest(file, digest, &path)?);
                 let mut verified = self.verified();
                 if verified.len() >= MAX_VERIFIED {
                     verified.clear();
                 }
-                verified.insert(digest, Arc::clone(&manifest));
+                verified.insert(digest, (version, Arc::clone(&manifest)));
                 manifest
             }
         };
@@ -460,7 +478,7 @@ impl TemplateStore {
         })
     }
 
-    fn verified(&self) -> MutexGuard<'_, BTreeMap<Digest, Arc<Manifest>>> {
+    fn verified(&self) -> MutexGuard<'_, BTreeMap<Digest, (FileVersion, Arc<Manifest>)>> {
         self.verified.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
