@@ -36,6 +36,9 @@ pub(crate) enum ExitStatus {
 /// Statuses for unknown pids kept while a process is being started; more are orphans for certain.
 const MAX_UNCLAIMED: usize = 4096;
 
+/// Between two looks at a child that cannot be watched.
+const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_millis(20);
+
 #[derive(Debug, Default)]
 struct State {
     /// Reservations not yet registered or dropped.
@@ -71,6 +74,33 @@ impl Children {
     pub(crate) fn owns(&self, pid: i32) -> bool {
         let state = self.lock();
         state.starting > 0 || state.waiting.contains_key(&pid)
+    }
+
+    /// Waits without a descriptor. The pid stays this child's until it is reaped, which happens here or in `reap`.
+    async fn look_until_ended(&self, pid: i32, mut receiver: oneshot::Receiver<ExitStatus>) -> ExitStatus {
+        let Some(target) = Pid::from_raw(pid) else {
+            return ExitStatus::Unknown;
+        };
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        loop {
+            if let Ok(status) = receiver.try_recv() {
+                return status;
+            }
+            {
+                let mut state = self.lock();
+                match rustix::process::waitid(WaitId::Pid(target), options) {
+                    Ok(None) | Err(rustix::io::Errno::INTR) => {}
+                    own => {
+                        state.waiting.remove(&pid);
+                        return match own {
+                            Ok(Some(status)) => convert(&status),
+                            _ => receiver.try_recv().unwrap_or(ExitStatus::Unknown),
+                        };
+                    }
+                }
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
     }
 
     /// Reaps whatever has ended; see the crate's documentation.
@@ -203,8 +233,8 @@ impl Child {
         let watched = match descriptor::watch(pidfd, Interest::READABLE) {
             Ok(watched) => watched,
             Err(error) => {
-                tracing::warn!(pid, %error, "cannot watch a child, relying on the reaper");
-                return receiver.await.unwrap_or(ExitStatus::Unknown);
+                tracing::warn!(pid, %error, "cannot watch a child, looking again and again");
+                return children.look_until_ended(pid, receiver).await;
             }
         };
         tokio::select! {
@@ -254,6 +284,18 @@ mod tests {
         assert_eq!(child.wait().await, ExitStatus::Exited(7));
         assert_eq!(children.len(), 0);
         assert!(!children.owns(pid));
+    }
+
+    /// As when the daemon has run out of descriptors: nothing else would ever tell the command's end.
+    #[tokio::test]
+    async fn a_child_that_cannot_be_watched_is_seen_to_end() {
+        let children = Arc::new(Children::default());
+        let (pid, _pidfd) = spawn("exit 5");
+        let (_never, receiver) = oneshot::channel();
+        let ended = children.look_until_ended(pid, receiver);
+        let limit = std::time::Duration::from_secs(10);
+        let status = tokio::time::timeout(limit, ended).await.expect("it ends");
+        assert_eq!(status, ExitStatus::Exited(5));
     }
 
     #[tokio::test]
