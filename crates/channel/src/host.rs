@@ -20,8 +20,8 @@ use tokio::{
 };
 
 use crate::{
-    ChannelError, Event, FrameDecoder, GuestMessage, Hello, HelloAck, HostMessage, Identity, Nonce,
-    PROTOCOL_MAX, PROTOCOL_MIN, Status,
+    Activity, ChannelError, Event, FrameDecoder, GuestMessage, Hello, HelloAck, HostMessage, Identity, Nonce,
+    PROTOCOL_MAX, PROTOCOL_MIN, Status, capabilities,
 };
 
 /// Frames waiting to be written; more wait in their senders.
@@ -47,6 +47,8 @@ pub struct HealthReport {
     pub uptime: Duration,
     /// Processes that run for the host.
     pub processes: u32,
+    /// What the agent does; `None` from a daemon that is too old to tell.
+    pub activity: Option<Activity>,
 }
 
 /// One connection to a guest's control port. Dropping it closes the connection.
@@ -205,15 +207,28 @@ impl HostControl {
             .await
     }
 
-    /// Asks how the guest is.
+    /// Asks how the guest is, and what its agent does if its daemon has said that it can tell.
     pub async fn health(&self, limit: Duration) -> Result<HealthReport, ChannelError> {
-        match self.request("health", &HostMessage::Health, limit).await? {
+        let question = if self.can(capabilities::ACTIVITY) {
+            HostMessage::Activity
+        } else {
+            HostMessage::Health
+        };
+        let report = |uptime_ms, processes, activity| HealthReport {
+            uptime: Duration::from_millis(uptime_ms),
+            processes,
+            activity,
+        };
+        match self.request("health", &question, limit).await? {
             GuestMessage::HealthAck {
                 uptime_ms, processes, ..
-            } => Ok(HealthReport {
-                uptime: Duration::from_millis(uptime_ms),
+            } => Ok(report(uptime_ms, processes, None)),
+            GuestMessage::ActivityAck {
+                uptime_ms,
                 processes,
-            }),
+                activity,
+                ..
+            } => Ok(report(uptime_ms, processes, Some(activity))),
             other => Err(mismatch("health", other)),
         }
     }
@@ -226,6 +241,14 @@ impl HostControl {
     /// Has the guest write everything to disk; on return its disks are clean.
     pub async fn quiesce(&self, limit: Duration) -> Result<(), ChannelError> {
         self.acknowledged("quiesce", &HostMessage::Quiesce, limit).await
+    }
+
+    /// Whether the guest has said that it can do this; no before its hello.
+    fn can(&self, capability: u64) -> bool {
+        let greeted = self.greeted.borrow();
+        greeted
+            .as_ref()
+            .is_some_and(|ack| ack.capabilities & capability != 0)
     }
 
     async fn acknowledged(
@@ -330,7 +353,8 @@ impl Incoming {
                     GuestMessage::Event(event) => drop(self.events.try_send(event)),
                     GuestMessage::Ack { of_sequence, .. }
                     | GuestMessage::FreezeAck { of_sequence, .. }
-                    | GuestMessage::HealthAck { of_sequence, .. } => {
+                    | GuestMessage::HealthAck { of_sequence, .. }
+                    | GuestMessage::ActivityAck { of_sequence, .. } => {
                         self.pending.answer(of_sequence, message);
                     }
                 }

@@ -34,7 +34,7 @@ pub use frame::{Frame, FrameDecoder};
 pub use guest::{GuestControl, HostRequest};
 pub use host::{FreezeReport, HealthReport, HostControl};
 pub use message::{
-    Event, GuestMessage, GuestState, Hello, HelloAck, HostMessage, Identity, IdentityMode, Status,
+    Activity, Event, GuestMessage, GuestState, Hello, HelloAck, HostMessage, Identity, IdentityMode, Status,
     capabilities,
 };
 pub use nonce::{NONCE_LENGTH, Nonce, NonceSearch};

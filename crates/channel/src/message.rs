@@ -29,15 +29,30 @@ const CLOCK: u16 = 0x0005;
 const HEALTH: u16 = 0x0006;
 const SHUTDOWN: u16 = 0x0007;
 const QUIESCE: u16 = 0x0008;
+const ACTIVITY: u16 = 0x0009;
 pub(crate) const HELLO_ACK: u16 = 0x0101;
 const ACK: u16 = 0x0102;
 const FREEZE_ACK: u16 = 0x0103;
 const HEALTH_ACK: u16 = 0x0104;
 const EVENT: u16 = 0x0105;
+const ACTIVITY_ACK: u16 = 0x0106;
 
-pub(crate) const KINDS: [u16; 13] = [
-    HELLO, IDENTITY, FREEZE, THAW, CLOCK, HEALTH, SHUTDOWN, QUIESCE, HELLO_ACK, ACK, FREEZE_ACK, HEALTH_ACK,
+pub(crate) const KINDS: [u16; 15] = [
+    HELLO,
+    IDENTITY,
+    FREEZE,
+    THAW,
+    CLOCK,
+    HEALTH,
+    SHUTDOWN,
+    QUIESCE,
+    ACTIVITY,
+    HELLO_ACK,
+    ACK,
+    FREEZE_ACK,
+    HEALTH_ACK,
     EVENT,
+    ACTIVITY_ACK,
 ];
 
 /// Bits of [`HelloAck::capabilities`].
@@ -48,6 +63,8 @@ pub mod capabilities {
     pub const TUNNEL: u64 = 1 << 1;
     /// `Quiesce`.
     pub const QUIESCE: u64 = 1 << 2;
+    /// `Activity`. A daemon without it answers only `Health`.
+    pub const ACTIVITY: u64 = 1 << 3;
 }
 
 /// First message of every host connection.
@@ -128,6 +145,8 @@ pub enum HostMessage {
     },
     /// Answered by [`GuestMessage::HealthAck`].
     Health,
+    /// Answered by [`GuestMessage::ActivityAck`]. Only for a daemon with [`capabilities::ACTIVITY`].
+    Activity,
     /// Writes everything to disk and powers off.
     Shutdown,
     /// Writes everything to disk; the answer says that the disks are clean.
@@ -199,11 +218,26 @@ impl Status {
     }
 }
 
+/// What the agent has done and is doing, for telling whether a sandbox is idle. The counters begin with the guest's kernel
+/// and only grow; work is the difference of two answers. The guest's word: an agent that is root can make it up, and
+/// harms itself alone.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Activity {
+    /// Processor time of the agent's processes, the ended ones too, microseconds. The daemon's own is not in it.
+    pub cpu_micros: u64,
+    /// Bytes that they read from and wrote to disks.
+    pub io_bytes: u64,
+    /// Processes and threads of the agent that exist now, sleeping ones too.
+    pub tasks: u32,
+    /// Tunnels open now.
+    pub tunnels: u32,
+    /// Requests of the data port being answered now, tunnels not counted: commands that somebody follows, transfers.
+    pub requests: u32,
+}
+
 /// Something that happened in the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The guest is set up and serves.
-    Ready,
     /// Memory ran out in the agent's group and something was killed.
     AgentOutOfMemory {
         /// In words, at most [`MAX_DETAIL`] bytes.
@@ -211,6 +245,13 @@ pub enum Event {
     },
     /// The host did not thaw in time and the guest did it by itself.
     ThawedByWatchdog,
+    /// A freeze was on and processes of the agent ran all the same: what was saved meanwhile is not of one instant.
+    AgentThawed,
+    /// The agent has as many processes as it may have, and was refused another.
+    AgentProcessLimit {
+        /// In words, at most [`MAX_DETAIL`] bytes.
+        detail: String,
+    },
     /// A code of a newer protocol.
     Other {
         /// As received.
@@ -251,6 +292,17 @@ pub enum GuestMessage {
         uptime_ms: u64,
         /// Processes started over the data port that still run.
         processes: u32,
+    },
+    /// Answers [`HostMessage::Activity`].
+    ActivityAck {
+        /// Sequence of the message answered.
+        of_sequence: u32,
+        /// Time since the guest's kernel started.
+        uptime_ms: u64,
+        /// Processes started over the data port that still run.
+        processes: u32,
+        /// What the agent does.
+        activity: Activity,
     },
     /// Unasked.
     Event(Event),
@@ -297,6 +349,7 @@ impl HostMessage {
             Self::Health => HEALTH,
             Self::Shutdown => SHUTDOWN,
             Self::Quiesce => QUIESCE,
+            Self::Activity => ACTIVITY,
         };
         frame::append(out, kind, 0, sequence, &payload);
         Ok(())
@@ -338,6 +391,7 @@ impl HostMessage {
             HEALTH => Self::Health,
             SHUTDOWN => Self::Shutdown,
             QUIESCE => Self::Quiesce,
+            ACTIVITY => Self::Activity,
             kind => return Err(MessageError::Kind { kind }),
         };
         fields.end()?;
@@ -393,11 +447,29 @@ impl GuestMessage {
                 payload.extend_from_slice(&processes.to_le_bytes());
                 HEALTH_ACK
             }
+            Self::ActivityAck {
+                of_sequence,
+                uptime_ms,
+                processes,
+                activity,
+            } => {
+                payload.extend_from_slice(&of_sequence.to_le_bytes());
+                payload.extend_from_slice(&uptime_ms.to_le_bytes());
+                payload.extend_from_slice(&processes.to_le_bytes());
+                payload.extend_from_slice(&activity.cpu_micros.to_le_bytes());
+                payload.extend_from_slice(&activity.io_bytes.to_le_bytes());
+                for count in [activity.tasks, activity.tunnels, activity.requests] {
+                    payload.extend_from_slice(&count.to_le_bytes());
+                }
+                ACTIVITY_ACK
+            }
             Self::Event(event) => {
+                // Code 1 belonged to an event that was never sent.
                 let (code, detail) = match event {
-                    Event::Ready => (1, ""),
                     Event::AgentOutOfMemory { detail } => (2, detail.as_str()),
                     Event::ThawedByWatchdog => (3, ""),
+                    Event::AgentThawed => (4, ""),
+                    Event::AgentProcessLimit { detail } => (5, detail.as_str()),
                     Event::Other { code, detail } => (*code, detail.as_str()),
                 };
                 payload.extend_from_slice(&u16::to_le_bytes(code));
@@ -444,13 +516,26 @@ impl GuestMessage {
                 uptime_ms: fields.u64("uptime")?,
                 processes: fields.u32("processes")?,
             },
+            ACTIVITY_ACK => Self::ActivityAck {
+                of_sequence: fields.u32("sequence")?,
+                uptime_ms: fields.u64("uptime")?,
+                processes: fields.u32("processes")?,
+                activity: Activity {
+                    cpu_micros: fields.u64("processor time")?,
+                    io_bytes: fields.u64("disk bytes")?,
+                    tasks: fields.u32("tasks")?,
+                    tunnels: fields.u32("tunnels")?,
+                    requests: fields.u32("requests")?,
+                },
+            },
             EVENT => {
                 let code = fields.u16("code")?;
                 let detail = fields.string("detail", MAX_DETAIL)?;
                 Self::Event(match code {
-                    1 => Event::Ready,
                     2 => Event::AgentOutOfMemory { detail },
                     3 => Event::ThawedByWatchdog,
+                    4 => Event::AgentThawed,
+                    5 => Event::AgentProcessLimit { detail },
                     code => Event::Other { code, detail },
                 })
             }

@@ -4,7 +4,7 @@
 
 use proptest::{collection::vec, prelude::*};
 use space_channel::{
-    Event, Frame, FrameDecoder, GuestControl, GuestMessage, GuestState, Hello, HelloAck, HostMessage,
+    Activity, Event, Frame, FrameDecoder, GuestControl, GuestMessage, GuestState, Hello, HelloAck, HostMessage,
     Identity, IdentityMode, MessageError, NONCE_LENGTH, Nonce, NonceSearch, Status, decode_any,
     frame::{HEADER_LENGTH, MAX_FRAME, MAX_PAYLOAD},
 };
@@ -120,6 +120,7 @@ fn any_host_message() -> impl Strategy<Value = HostMessage> {
         Just(HostMessage::Health),
         Just(HostMessage::Shutdown),
         Just(HostMessage::Quiesce),
+        Just(HostMessage::Activity),
     ]
 }
 
@@ -158,8 +159,25 @@ fn any_guest_message() -> impl Strategy<Value = GuestMessage> {
             processes
         }),
         ".{0,60}".prop_map(|detail| GuestMessage::Event(Event::AgentOutOfMemory { detail })),
-        (4_u16.., ".{0,60}").prop_map(|(code, detail)| GuestMessage::Event(Event::Other { code, detail })),
-        Just(GuestMessage::Event(Event::Ready)),
+        any::<(u32, u64, u32, u64, u64, [u32; 3])>().prop_map(
+            |(of_sequence, uptime_ms, processes, cpu_micros, io_bytes, [tasks, tunnels, requests])| {
+                GuestMessage::ActivityAck {
+                    of_sequence,
+                    uptime_ms,
+                    processes,
+                    activity: Activity {
+                        cpu_micros,
+                        io_bytes,
+                        tasks,
+                        tunnels,
+                        requests,
+                    },
+                }
+            }
+        ),
+        ".{0,60}".prop_map(|detail| GuestMessage::Event(Event::AgentProcessLimit { detail })),
+        (6_u16.., ".{0,60}").prop_map(|(code, detail)| GuestMessage::Event(Event::Other { code, detail })),
+        Just(GuestMessage::Event(Event::AgentThawed)),
     ]
 }
 

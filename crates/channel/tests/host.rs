@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use space_channel::{
-    ChannelError, Event, GuestControl, GuestMessage, GuestState, HelloAck, HostControl, HostMessage,
-    HostRequest, Identity, IdentityMode, Nonce, Status, open_data,
+    Activity, ChannelError, Event, GuestControl, GuestMessage, GuestState, HelloAck, HostControl, HostMessage,
+    HostRequest, Identity, IdentityMode, Nonce, Status, capabilities, open_data,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
@@ -122,7 +122,7 @@ async fn requests_are_answered_whatever_their_order() {
                 other => panic!("{other:?}"),
             }
         }
-        guest.say(GuestMessage::Event(Event::Ready)).await;
+        guest.say(GuestMessage::Event(Event::AgentThawed)).await;
         let third = guest.request().await.unwrap();
         guest
             .say(GuestMessage::Ack {
@@ -144,7 +144,7 @@ async fn requests_are_answered_whatever_their_order() {
     let freeze = freeze.unwrap();
     assert!(freeze.frozen);
     assert_eq!(freeze.took, Duration::from_micros(300));
-    assert_eq!(events.recv().await, Some(Event::Ready));
+    assert_eq!(events.recv().await, Some(Event::AgentThawed));
     let error = control.quiesce(LIMIT).await.unwrap_err();
     assert!(
         matches!(&error, ChannelError::Refused { detail, .. } if detail == "no disk"),
@@ -176,6 +176,53 @@ async fn the_hello_waits_in_the_stream_until_the_guest_runs() {
     control.identity(identity(), LIMIT).await.unwrap();
     control.greeted(LIMIT).await.unwrap();
     assert_eq!(guest.await.unwrap().1, *control.nonce());
+}
+
+/// Daemons live in templates and snapshots: an old one is asked what it understands, a newer one what it can tell.
+#[tokio::test]
+async fn what_the_agent_does_is_asked_only_of_a_daemon_that_can_tell() {
+    let busy = Activity {
+        cpu_micros: 7,
+        io_bytes: 1 << 40,
+        tasks: 3,
+        tunnels: 2,
+        requests: 1,
+    };
+    for (can, expected) in [(0, None), (capabilities::ACTIVITY, Some(busy))] {
+        let (host, guest) = tokio::io::duplex(4096);
+        let mut guest = Guest::new(guest);
+        let asked = tokio::spawn(async move {
+            let (control, _) = HostControl::connect(host, 3, LIMIT).await.unwrap();
+            control.health(LIMIT).await.unwrap()
+        });
+        let Ok(HostMessage::Hello(hello)) = guest.request().await.unwrap().message else {
+            panic!("no hello")
+        };
+        let mut ack = hello_ack(hello.nonce, 1);
+        if let GuestMessage::HelloAck(ack) = &mut ack {
+            ack.capabilities = can;
+        }
+        guest.say(ack).await;
+        let request = guest.request().await.unwrap();
+        let (of_sequence, uptime_ms, processes) = (request.sequence, 5, 2);
+        let answer = match request.message.unwrap() {
+            HostMessage::Health => GuestMessage::HealthAck {
+                of_sequence,
+                uptime_ms,
+                processes,
+            },
+            HostMessage::Activity => GuestMessage::ActivityAck {
+                of_sequence,
+                uptime_ms,
+                processes,
+                activity: busy,
+            },
+            other => panic!("{other:?}"),
+        };
+        guest.say(answer).await;
+        let report = asked.await.unwrap();
+        assert_eq!((report.processes, report.activity), (2, expected));
+    }
 }
 
 /// A restored guest's port still holds what its earlier life said; none of it may count.
@@ -313,4 +360,52 @@ async fn a_data_port_without_the_nonce_ends_in_a_limit_or_an_end() {
     let (host, guest) = tokio::io::duplex(1024);
     drop(guest);
     assert!(open_data(host, &nonce, LIMIT).await.is_err());
+}
+
+/// A guest that says what nobody asked for, as fast as it can: nothing of it is kept, and the questions between are
+/// answered.
+#[tokio::test]
+async fn a_flood_of_lies_neither_fills_memory_nor_hides_an_answer() {
+    let (host, guest) = tokio::io::duplex(64 * 1024);
+    let mut guest = Guest::new(guest);
+    let flood = tokio::spawn(async move {
+        let nonce = guest.greet().await;
+        let mut lies = Vec::new();
+        for number in 0..2000_u32 {
+            let detail = "x".repeat(256);
+            // A second hello, answers to questions that were not asked, events, half frames and noise.
+            guest.control.say(&hello_ack(nonce, 9), &mut lies);
+            guest.control.say(&ok(1_000_000 + number), &mut lies);
+            let event = GuestMessage::Event(Event::Other { code: 99, detail });
+            guest.control.say(&event, &mut lies);
+            let whole = lies.len();
+            guest.control.say(&ok(number), &mut lies);
+            lies.truncate(whole + 20);
+            lies.extend_from_slice(b"SPC1\xff\xff\xff\xff noise");
+        }
+        // What was cut short above is passed over only when a whole frame's worth has come behind it.
+        lies.resize(lies.len() + 3 * space_channel::frame::MAX_FRAME, 0);
+        guest.stream.write_all(&lies).await.unwrap();
+        let request = guest.request().await.unwrap();
+        let (uptime_ms, processes) = (1, 7);
+        guest
+            .say(GuestMessage::HealthAck {
+                of_sequence: request.sequence,
+                uptime_ms,
+                processes,
+            })
+            .await;
+        guest
+    });
+    let (control, ack) = HostControl::connect(host, 3, LIMIT).await.unwrap();
+    assert_eq!(ack.protocol, 1);
+    assert_eq!(control.health(LIMIT).await.unwrap().processes, 7);
+    // Only as many events as the bound says wait; the flood has cost nothing else.
+    drop(flood.await.unwrap());
+    let mut events = control.take_events().unwrap();
+    let mut kept = 0;
+    while events.recv().await.is_some() {
+        kept += 1;
+    }
+    assert_eq!(kept, 64);
 }
