@@ -125,20 +125,26 @@ impl Hierarchies {
         let (_, directory) = self.directory("pids", name)?;
         write(&directory, "pids.max", &limits.pids.to_string())?;
         let quota = limits.cpu_quota_micros.max(1_000);
-        let weight = limits.cpu_weight.clamp(1, 10_000);
         match self.directory("cpu", name)? {
             (Version::Two, directory) => {
                 write(&directory, "cpu.max", &format!("{quota} {PERIOD_MICROS}"))?;
-                write(&directory, "cpu.weight", &weight.to_string())
             }
             (Version::One, directory) => {
                 write(&directory, "cpu.cfs_period_us", &PERIOD_MICROS.to_string())?;
                 write(&directory, "cpu.cfs_quota_us", &quota.to_string())?;
-                write(
-                    &directory,
-                    "cpu.shares",
-                    &(weight * 1024 / 100).clamp(2, 262_144).to_string(),
-                )
+            }
+        }
+        self.set_weight(name, limits.cpu_weight)
+    }
+
+    /// Sets the share of the CPU that the group gets when there is not enough.
+    pub(crate) fn set_weight(&self, name: &ObjectName, weight: u64) -> Result<(), PrivilegeError> {
+        let weight = weight.clamp(1, 10_000);
+        match self.directory("cpu", name)? {
+            (Version::Two, directory) => write(&directory, "cpu.weight", &weight.to_string()),
+            (Version::One, directory) => {
+                let shares = (weight * 1024 / 100).clamp(2, 262_144);
+                write(&directory, "cpu.shares", &shares.to_string())
             }
         }
     }
@@ -238,6 +244,18 @@ impl Hierarchies {
         names.sort();
         names.dedup();
         Ok(names)
+    }
+
+    /// Whether process `pid` is in one of the installation's groups.
+    pub(crate) fn holds(&self, pid: u32) -> Result<bool, PrivilegeError> {
+        let path = format!("/proc/{pid}/cgroup");
+        let text = fs::read_to_string(&path).map_err(|e| failed(format!("reading {path}"), e))?;
+        // `ID:controllers:/path` a line; which hierarchy does not matter, for members cannot leave any.
+        let parent = format!("/{}/", self.parent);
+        Ok(text
+            .lines()
+            .filter_map(|line| line.splitn(3, ':').nth(2))
+            .any(|group| group.starts_with(&parent)))
     }
 
     /// Removes the installation's own directories if no group is left in them.

@@ -1,45 +1,33 @@
-//! Directories and files of machines: made for, and given to, the user that runs the monitor.
+//! Files of machines, given to the user that runs the monitor.
 
-use std::{io, path::Path};
+use std::{io, os::fd::OwnedFd};
 
-use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, Uid};
+use rustix::fs::{FileType, Gid, Mode, Uid};
 
 use crate::{PrivilegeError, failed};
 
-/// Makes a directory (0700) owned by `uid`.
-pub(crate) fn create_directory(path: &Path, uid: u32) -> Result<(), PrivilegeError> {
-    let (owner, group) = ids(uid)?;
-    let act = || format!("making the directory {}", path.display());
-    rustix::fs::mkdir(path, Mode::RWXU).map_err(|e| failed(act(), e))?;
-    let owned = rustix::fs::chownat(CWD, path, Some(owner), Some(group), AtFlags::SYMLINK_NOFOLLOW);
-    if let Err(e) = owned {
-        rustix::fs::rmdir(path).ok();
-        return Err(failed(act(), e));
-    }
-    Ok(())
-}
-
-/// Gives a regular file to `uid` with mode 0600; a symlink, a second hard link or anything else is refused.
-pub(crate) fn give_file(path: &Path, uid: u32) -> Result<(), PrivilegeError> {
-    let (owner, group) = ids(uid)?;
-    let act = || format!("giving {} to another user", path.display());
-    let file = rustix::fs::open(
-        path,
-        // NONBLOCK: a FIFO put there must not hold us.
-        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK,
-        Mode::empty(),
-    )
-    .map_err(|e| failed(act(), e))?;
-    let status = rustix::fs::fstat(&file).map_err(|e| failed(act(), e))?;
+/// Gives a regular file to `uid` and `gid`, mode 0660. Anything but a regular file with one name, or a file of an owner
+/// for whom `may_own` says no, is refused.
+pub(crate) fn give_file(
+    file: &OwnedFd,
+    uid: u32,
+    gid: u32,
+    may_own: impl Fn(u32) -> bool,
+) -> Result<(), PrivilegeError> {
+    crate::spawn::check_uid(uid)?;
+    let act = || format!("giving a file to user {uid}");
+    let status = rustix::fs::fstat(file).map_err(|e| failed(act(), e))?;
     if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile || status.st_nlink != 1 {
         let what = "it is not a regular file with one name";
         return Err(failed(act(), io::Error::new(io::ErrorKind::InvalidInput, what)));
     }
-    rustix::fs::fchown(&file, Some(owner), Some(group)).map_err(|e| failed(act(), e))?;
-    rustix::fs::fchmod(&file, Mode::RUSR | Mode::WUSR).map_err(|e| failed(act(), e))
-}
-
-fn ids(uid: u32) -> Result<(Uid, Gid), PrivilegeError> {
-    crate::spawn::check_uid(uid)?;
-    Ok((Uid::from_raw(uid), Gid::from_raw(uid)))
+    if !may_own(status.st_uid) {
+        return Err(PrivilegeError::Refused {
+            what: format!("{}: it belongs to user {}", act(), status.st_uid),
+        });
+    }
+    // The mode first: while the file is still its giver's, and no write of the new owner is cut off by it.
+    let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP;
+    rustix::fs::fchmod(file, mode).map_err(|e| failed(act(), e))?;
+    rustix::fs::fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))).map_err(|e| failed(act(), e))
 }

@@ -9,6 +9,7 @@
 //! them down, for tests of logic that must run without root.
 
 mod cgroup;
+mod executable;
 pub mod fake;
 mod files;
 pub mod local;
@@ -20,8 +21,8 @@ mod spawn;
 pub use fake::{Act, RecordingPrivileges};
 pub use local::LocalPrivileges;
 pub use privileges::{
-    ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
-    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess,
+    Adopted, ExitStatus, Group, GroupLimits, GroupUsage, IoLimits, MachineMemory, Network, ObjectName,
+    PrivilegeError, Privileges, ProcessIdentity, Spawned, SweepReport, View, VmmProcess,
 };
 
 /// An [`std::io::Error`] with what was attempted.

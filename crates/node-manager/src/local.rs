@@ -21,9 +21,9 @@ use tokio::{
 };
 
 use crate::{
-    ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
-    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess, cgroup::Hierarchies, failed, files,
-    network, process, spawn,
+    Adopted, ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
+    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess, cgroup::Hierarchies, executable::Digests,
+    failed, files, network, process, spawn,
 };
 
 /// How long a lock may be held by what is left of a node that was killed.
@@ -39,6 +39,7 @@ pub struct LocalPrivileges {
     /// `space-<installation>-`.
     prefix: String,
     groups: std::sync::Arc<Hierarchies>,
+    digests: std::sync::Arc<Digests>,
     /// One task per living process, which reaps it.
     watchers: Mutex<JoinSet<()>>,
     /// Held for as long as this value lives.
@@ -86,9 +87,25 @@ impl LocalPrivileges {
         Ok(Self {
             prefix: format!("space-{installation}-"),
             groups: Hierarchies::detect(format!("space-{installation}"))?.into(),
+            digests: std::sync::Arc::default(),
             watchers: Mutex::default(),
             _lock: lock,
         })
+    }
+
+    /// Has a task wait for the end of a process.
+    fn watch(&self, pidfd: OwnedFd) -> Result<watch::Receiver<Option<ExitStatus>>, PrivilegeError> {
+        // SAFETY: an `OwnedFd` is the same open descriptor for as long as it lives. The safe constructor is deprecated.
+        let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, tokio::io::Interest::READABLE) }
+            .map_err(|e| failed("watching a process", e))?;
+        let (tell, exit) = watch::channel(None);
+        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        while watchers.try_join_next().is_some() {}
+        watchers.spawn(async move {
+            let status = reap(&pidfd).await;
+            tell.send_replace(Some(status));
+        });
+        Ok(exit)
     }
 
     fn namespace(&self, name: &ObjectName) -> String {
@@ -126,37 +143,67 @@ impl Privileges for LocalPrivileges {
         self.groups.delete(name).await.map(drop)
     }
 
-    async fn create_directory(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError> {
-        files::create_directory(path, uid)
+    async fn set_group_weight(&self, name: &ObjectName, cpu_weight: u64) -> Result<(), PrivilegeError> {
+        self.groups.set_weight(name, cpu_weight)
     }
 
-    async fn give_file(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError> {
-        files::give_file(path, uid)
+    async fn give_file(&self, file: OwnedFd, uid: u32) -> Result<(), PrivilegeError> {
+        let own = rustix::process::geteuid().as_raw();
+        let group = rustix::process::getegid().as_raw();
+        files::give_file(&file, uid, group, |owner| {
+            owner == own || spawn::check_uid(owner).is_ok()
+        })
     }
 
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError> {
         let membership = self.groups.membership_files(&process.name);
-        let started = blocking(move || spawn::spawn(process, &membership)).await?;
-        let (tell, exit) = watch::channel(None);
-        // SAFETY: an `OwnedFd` is the same open descriptor for as long as it lives. The safe constructor is deprecated.
-        let watch = unsafe { AsyncFd::register_with_interest(started.pidfd, tokio::io::Interest::READABLE) };
-        let watch = match watch {
-            Ok(watch) => watch,
+        let digests = self.digests.clone();
+        let (started, executable) = blocking(move || {
+            // Before it runs: afterwards it may be gone already.
+            let executable = digests.of_file(&process.program)?;
+            Ok((spawn::spawn(process, &membership)?, executable))
+        })
+        .await?;
+        match self.watch(started.pidfd) {
+            Ok(exit) => Ok(Spawned {
+                identity: started.identity,
+                executable,
+                exit,
+            }),
             Err(error) => {
                 process::kill(started.identity)?;
-                return Err(failed("watching a process", error));
+                Err(error)
             }
-        };
-        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        while watchers.try_join_next().is_some() {}
-        watchers.spawn(async move {
-            let status = reap(&watch).await;
-            tell.send_replace(Some(status));
-        });
-        Ok(Spawned {
-            identity: started.identity,
-            exit,
+        }
+    }
+
+    async fn adopt(&self, process: ProcessIdentity) -> Result<Adopted, PrivilegeError> {
+        let act = || format!("adopting process {}", process.pid);
+        let pidfd = process::open(process)?.ok_or_else(|| process::gone(act()))?;
+        if !self.groups.holds(process.pid)? {
+            return Err(PrivilegeError::Refused {
+                what: format!("{}: it is in no group of this installation", act()),
+            });
+        }
+        let digests = self.digests.clone();
+        let executable = blocking(move || digests.of_process(process.pid)).await?;
+        // Still the same one, so all that was learnt is about it.
+        if process::start_ticks(process.pid) != Some(process.start_ticks) {
+            return Err(process::gone(act()));
+        }
+        Ok(Adopted {
+            spawned: Spawned {
+                identity: process,
+                executable,
+                exit: self.watch(pidfd)?,
+            },
+            executable,
         })
+    }
+
+    async fn open_kvm(&self) -> Result<OwnedFd, PrivilegeError> {
+        rustix::fs::open("/dev/kvm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| failed("opening /dev/kvm", e))
     }
 
     async fn kill(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
@@ -187,7 +234,7 @@ impl Privileges for LocalPrivileges {
     }
 }
 
-/// Waits for the end of a child and reaps it.
+/// Waits for the end of a process and reaps it if it is a child.
 async fn reap(pidfd: &AsyncFd<OwnedFd>) -> ExitStatus {
     loop {
         // A pidfd becomes readable when its process ends, and stays so. On an error of the reactor `waitid` decides.
@@ -206,12 +253,24 @@ async fn reap(pidfd: &AsyncFd<OwnedFd>) -> ExitStatus {
                 }
             }
             Err(rustix::io::Errno::INTR) => {}
+            // Not a child of this process, or reaped by another watcher of it. It is gone once the descriptor says so.
+            Err(rustix::io::Errno::CHILD) => match ready {
+                Ok(mut ready) if !has_ended(pidfd.get_ref()) => ready.clear_ready(),
+                _ => return ExitStatus::Unknown,
+            },
             Err(error) => {
                 tracing::error!(%error, "the end of a monitor could not be learnt");
-                return ExitStatus::Code(-1);
+                return ExitStatus::Unknown;
             }
         }
     }
+}
+
+/// Whether the process of a pidfd is gone.
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut poll = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
+    let none = rustix::time::Timespec::default();
+    matches!(rustix::event::poll(&mut poll, Some(&none)), Ok(1))
 }
 
 fn lock(path: &Path) -> Result<OwnedFd, PrivilegeError> {

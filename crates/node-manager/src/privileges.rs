@@ -5,7 +5,7 @@ use std::{
     ffi::OsString,
     fmt,
     os::fd::OwnedFd,
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use async_trait::async_trait;
@@ -73,6 +73,16 @@ pub enum PrivilegeError {
         /// What and why.
         what: String,
     },
+    /// The node manager is not there, or was restarted during the call, which may or may not have been carried out.
+    /// Asking again is right for every act that says it is idempotent.
+    #[error("the node manager could not be reached while {act}")]
+    Unreachable {
+        /// What was asked.
+        act: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// The host has no cgroup hierarchy for a limit that was asked for.
     #[error("no cgroup hierarchy on this host has the {controller} controller")]
     NoController {
@@ -101,6 +111,21 @@ pub struct GroupLimits {
     pub cpu_quota_micros: u64,
     /// Relative CPU weight, 1 to 10000; 100 is normal.
     pub cpu_weight: u64,
+    /// Traffic with the disk that holds the installation's data, if it is to be limited.
+    pub io: Option<IoLimits>,
+}
+
+/// Most traffic of one machine with one disk of the host; `None` is unlimited.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct IoLimits {
+    /// Bytes read in a second.
+    pub read_bytes_per_second: Option<u64>,
+    /// Bytes written in a second.
+    pub write_bytes_per_second: Option<u64>,
+    /// Read operations in a second.
+    pub read_operations_per_second: Option<u64>,
+    /// Write operations in a second.
+    pub write_operations_per_second: Option<u64>,
 }
 
 /// Proof that a cgroup was made; its name is the object's.
@@ -121,6 +146,17 @@ pub struct GroupUsage {
     pub oom_kills: u64,
 }
 
+/// A file or directory that a VMM process sees in its own mount namespace.
+#[derive(Debug)]
+pub struct View {
+    /// Where: absolute, without `.`, `..` or doubled slashes.
+    pub path: PathBuf,
+    /// What: opened with `O_PATH`.
+    pub source: OwnedFd,
+    /// Whether the mount may be written through. The ordinary permissions hold besides.
+    pub writable: bool,
+}
+
 /// A VMM process to start.
 #[derive(Debug)]
 pub struct VmmProcess {
@@ -136,10 +172,12 @@ pub struct VmmProcess {
     pub network_namespace: Option<OwnedFd>,
     /// Descriptors to pass: number inside the process (≥ 3) to descriptor. Nothing else is inherited.
     pub descriptors: BTreeMap<i32, OwnedFd>,
-    /// Standard output and error go here (appended, created 0600), or nowhere.
-    pub log: Option<PathBuf>,
+    /// Standard output and error go here (a file opened for appending), or nowhere.
+    pub log: Option<OwnedFd>,
     /// Largest file the process may write, bytes (`RLIMIT_FSIZE`).
     pub file_size_limit: u64,
+    /// What it sees of the file system, besides the programs of the host and three devices.
+    pub views: Vec<View>,
 }
 
 /// Identifies a process for ever: a pid alone is never trusted.
@@ -158,6 +196,8 @@ pub enum ExitStatus {
     Code(i32),
     /// By this signal.
     Signal(i32),
+    /// It is gone; how cannot be learnt, for it was not a child of the node manager that watched it.
+    Unknown,
 }
 
 /// A started VMM.
@@ -165,8 +205,19 @@ pub enum ExitStatus {
 pub struct Spawned {
     /// Who it is.
     pub identity: ProcessIdentity,
+    /// SHA-256 of the program it runs.
+    pub executable: [u8; 32],
     /// `None` while it runs, then its end. The implementation reaps it.
     pub exit: watch::Receiver<Option<ExitStatus>>,
+}
+
+/// A VMM that was started earlier, and is watched again.
+#[derive(Debug)]
+pub struct Adopted {
+    /// The process as [`Privileges::spawn`] would have told it.
+    pub spawned: Spawned,
+    /// SHA-256 of the program it runs, read anew.
+    pub executable: [u8; 32],
 }
 
 /// Descriptors of a running machine's memory, usable by an unprivileged process.
@@ -212,14 +263,22 @@ pub trait Privileges: Send + Sync + fmt::Debug {
     /// Kills what is left inside, then removes the group.
     async fn delete_group(&self, name: &ObjectName) -> Result<(), PrivilegeError>;
 
-    /// Makes a directory (mode 0700) owned by `uid`. Fails if it exists.
-    async fn create_directory(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError>;
+    /// Gives the group another CPU weight, 1 to 10000. Idempotent.
+    async fn set_group_weight(&self, name: &ObjectName, cpu_weight: u64) -> Result<(), PrivilegeError>;
 
-    /// Gives a regular file to `uid` with mode 0600; never follows a symlink.
-    async fn give_file(&self, path: &Path, uid: u32) -> Result<(), PrivilegeError>;
+    /// Makes a regular file with one name belong to `uid`, with the node's group and mode 0660. Its owner must be the
+    /// caller or one of the installation's users. Idempotent.
+    async fn give_file(&self, file: OwnedFd, uid: u32) -> Result<(), PrivilegeError>;
 
     /// Starts the process in its group, namespace and identity, without new privileges and without capabilities.
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError>;
+
+    /// Watches a process that was started earlier, perhaps by another node manager, if it is still the same one and
+    /// is in a group of this installation. Idempotent.
+    async fn adopt(&self, process: ProcessIdentity) -> Result<Adopted, PrivilegeError>;
+
+    /// Opens `/dev/kvm`.
+    async fn open_kvm(&self) -> Result<OwnedFd, PrivilegeError>;
 
     /// Kills one process if it is still the same one.
     async fn kill(&self, process: ProcessIdentity) -> Result<(), PrivilegeError>;

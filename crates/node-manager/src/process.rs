@@ -43,15 +43,15 @@ pub(crate) fn kill(process: ProcessIdentity) -> Result<(), PrivilegeError> {
     }
 }
 
+/// The error for a process that is no more.
+pub(crate) fn gone(act: String) -> PrivilegeError {
+    failed(act, io::Error::from_raw_os_error(libc::ESRCH))
+}
+
 /// Opens memory, pagemap and map of the process if it is still the same.
 pub(crate) fn open_memory(process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
     let pid = process.pid;
-    let gone = || {
-        failed(
-            format!("opening the memory of process {pid}"),
-            io::Error::from_raw_os_error(libc::ESRCH),
-        )
-    };
+    let gone = || gone(format!("opening the memory of process {pid}"));
     let pidfd = open(process)?.ok_or_else(gone)?;
     let open = |file: &str, flags| {
         rustix::fs::open(

@@ -73,11 +73,10 @@ pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Start
             what: format!("{act}: the path is not absolute"),
         });
     }
-    let log = process.log.as_deref().unwrap_or(Path::new("/dev/null"));
-    let output = open(
-        log,
-        OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::NOFOLLOW,
-    )?;
+    let output = match process.log {
+        Some(log) => log,
+        None => open(Path::new("/dev/null"), OFlags::WRONLY)?,
+    };
     let standard = [
         open(Path::new("/dev/null"), OFlags::RDONLY)?,
         output.try_clone().map_err(|e| failed(act.as_str(), e))?,

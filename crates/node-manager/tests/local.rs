@@ -59,8 +59,9 @@ impl Node {
             uid: UID,
             network_namespace: None,
             descriptors: BTreeMap::new(),
-            log: Some(self.log(name)),
+            log: Some(append(&self.log(name))),
             file_size_limit: 1 << 20,
+            views: Vec::new(),
         }
     }
 
@@ -69,7 +70,7 @@ impl Node {
     }
 
     async fn run(&self, process: VmmProcess) -> (ExitStatus, String) {
-        let log = process.log.clone().unwrap();
+        let log = self.log(&process.name);
         let spawned = self.privileges.spawn(process).await.unwrap();
         let status = ended(spawned).await;
         (status, fs::read_to_string(log).unwrap())
@@ -104,6 +105,19 @@ async fn ended(mut spawned: Spawned) -> ExitStatus {
     status.unwrap()
 }
 
+fn append(path: &Path) -> OwnedFd {
+    let file = fs::OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(path)
+        .unwrap();
+    file.into_parts().0.into()
+}
+
+fn opened(path: &Path) -> OwnedFd {
+    File::open(path).unwrap().into()
+}
+
 fn name(text: &str) -> ObjectName {
     ObjectName::new(text).unwrap()
 }
@@ -114,6 +128,7 @@ fn limits() -> GroupLimits {
         pids: 50,
         cpu_quota_micros: 150_000,
         cpu_weight: 200,
+        io: None,
     }
 }
 
@@ -334,12 +349,6 @@ async fn refusals_and_failures_are_typed_and_leave_nothing() {
         node.privileges.spawn(root).await,
         Err(PrivilegeError::Refused { .. })
     ));
-    let path = node.directory.path().join("d");
-    assert!(matches!(
-        node.privileges.create_directory(&path, 0).await,
-        Err(PrivilegeError::Refused { .. })
-    ));
-
     let mut missing = node.shell(&a, "true");
     missing.program = "/nonexistent/program".into();
     match node.privileges.spawn(missing).await {
@@ -370,29 +379,36 @@ async fn refusals_and_failures_are_typed_and_leave_nothing() {
 }
 
 #[tokio::test]
-async fn files_are_given_but_never_through_a_link() {
+async fn only_a_file_with_one_name_is_given() {
     let Some(node) = Node::new() else { return };
     let at = |n: &str| node.directory.path().join(n);
-    node.privileges.create_directory(&at("d"), UID).await.unwrap();
-    assert_eq!(
-        (stat(at("d")).st_uid, stat(at("d")).st_mode & 0o7777),
-        (UID, 0o700)
-    );
-    assert!(node.privileges.create_directory(&at("d"), UID).await.is_err());
-
     fs::write(at("file"), "x").unwrap();
-    node.privileges.give_file(&at("file"), UID).await.unwrap();
-    assert_eq!(
-        (stat(at("file")).st_uid, stat(at("file")).st_mode & 0o7777),
-        (UID, 0o600)
-    );
+    for _ in 0..2 {
+        node.privileges.give_file(opened(&at("file")), UID).await.unwrap();
+        assert_eq!(
+            (
+                stat(at("file")).st_uid,
+                stat(at("file")).st_gid,
+                stat(at("file")).st_mode & 0o7777
+            ),
+            (UID, 0, 0o660)
+        );
+    }
 
     fs::write(at("target"), "x").unwrap();
-    std::os::unix::fs::symlink(at("target"), at("link")).unwrap();
-    assert!(node.privileges.give_file(&at("link"), UID).await.is_err());
     fs::hard_link(at("target"), at("second")).unwrap();
-    assert!(node.privileges.give_file(&at("second"), UID).await.is_err());
-    assert!(node.privileges.give_file(&at("d"), UID).await.is_err());
+    for bad in [
+        opened(&at("second")),
+        opened(node.directory.path()),
+        opened(Path::new("/dev/null")),
+    ] {
+        assert!(node.privileges.give_file(bad, UID).await.is_err());
+    }
+    fs::remove_file(at("second")).unwrap();
+    assert!(matches!(
+        node.privileges.give_file(opened(&at("target")), 0).await,
+        Err(PrivilegeError::Refused { .. })
+    ));
     assert_eq!(stat(at("target")).st_uid, 0);
     node.done().await;
 }

@@ -21,7 +21,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use space_api::size::SizeClass;
 use space_node_manager::{
-    Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError, Privileges,
+    Adopted, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError, Privileges,
     ProcessIdentity, Spawned, SweepReport, VmmProcess,
 };
 use space_vmm::{
@@ -240,17 +240,30 @@ impl Privileges for World {
         Ok(())
     }
 
-    async fn create_directory(&self, path: &Path, _uid: u32) -> Result<(), PrivilegeError> {
-        fs_err::create_dir(path).map_err(|source| PrivilegeError::System {
-            act: "create_directory".to_owned(),
-            source,
-        })?;
-        self.privileged("create_directory").await
+    async fn set_group_weight(&self, name: &ObjectName, cpu_weight: u64) -> Result<(), PrivilegeError> {
+        self.privileged("set_group_weight").await?;
+        match locked(&self.groups).get_mut(name) {
+            Some(limits) => limits.cpu_weight = cpu_weight,
+            None => panic!("{name} has no group"),
+        }
+        Ok(())
     }
 
-    async fn give_file(&self, path: &Path, _uid: u32) -> Result<(), PrivilegeError> {
-        assert!(path.is_file());
+    async fn give_file(&self, file: OwnedFd, _uid: u32) -> Result<(), PrivilegeError> {
+        assert!(File::from(file).metadata().is_ok_and(|file| file.is_file()));
         self.privileged("give_file").await
+    }
+
+    async fn adopt(&self, _process: ProcessIdentity) -> Result<Adopted, PrivilegeError> {
+        Err(PrivilegeError::NotPermitted {
+            act: "adopt".to_owned(),
+        })
+    }
+
+    async fn open_kvm(&self) -> Result<OwnedFd, PrivilegeError> {
+        Err(PrivilegeError::NotPermitted {
+            act: "open_kvm".to_owned(),
+        })
     }
 
     async fn spawn(&self, _process: VmmProcess) -> Result<Spawned, PrivilegeError> {

@@ -199,7 +199,7 @@ async fn chain_length(lab: &Lab) -> Result<()> {
             lab.driver
                 .create_disk_layer(&template.disk[0].path, &path)
                 .await?;
-            lab.privileges.give_file(&path, lab::UID).await?;
+            lab.give(&path).await?;
             chained.disk.insert(0, DiskLayer { path });
         }
         let mut times = Vec::new();

@@ -233,6 +233,13 @@ struct Room {
     files: PathBuf,
 }
 
+fn make_directory(path: &Path, mode: u32) -> Result<(), VolumeError> {
+    let permissions = std::os::unix::fs::PermissionsExt::from_mode(mode);
+    fs::create_dir(path)
+        .and_then(|()| fs::set_permissions(path, permissions))
+        .map_err(VolumeError::io("make a directory"))
+}
+
 impl Room {
     fn new(request: &MachineRequest, work: &Path) -> Result<Self, VolumeError> {
         let number: u64 = rand::rng().random();
@@ -255,16 +262,12 @@ impl Room {
 
     async fn make(&self, request: &MachineRequest, disk: &Path) -> Result<(), VolumeError> {
         let privileges = &request.privileges;
+        make_directory(&self.sockets, 0o700)?;
+        // The monitor's user opens memory and state by name in it.
+        make_directory(&self.files, 0o711)?;
+        let disk = fs::File::open(disk).map_err(VolumeError::io("open the disk"))?;
         privileges
-            .create_directory(&self.sockets, request.uid)
-            .await
-            .map_err(privilege("make a directory"))?;
-        privileges
-            .create_directory(&self.files, request.uid)
-            .await
-            .map_err(privilege("make a directory"))?;
-        privileges
-            .give_file(disk, request.uid)
+            .give_file(disk.into_parts().0.into(), request.uid)
             .await
             .map_err(privilege("give away the disk"))?;
         let limits = GroupLimits {
@@ -272,6 +275,7 @@ impl Room {
             pids: 64 + u64::from(request.size.vcpus),
             cpu_quota_micros: 100_000 * (u64::from(request.size.vcpus) + 1),
             cpu_weight: 100,
+            io: None,
         };
         privileges
             .create_group(&self.name, &limits)

@@ -140,18 +140,20 @@ impl Lab {
     ) -> (Box<dyn Machine>, HostControl, GuestState, ObjectName) {
         let name = ObjectName::new("restored").unwrap();
         let run = self.directory.path().join("run/restored");
-        self.privileges.create_directory(&run, UIDS.1).await.unwrap();
+        fs::create_dir(&run).unwrap();
         let layer = self.directory.path().join("layer.qcow2");
         self.vmm
             .create_disk_layer(&files.disk_base, &layer)
             .await
             .unwrap();
-        self.privileges.give_file(&layer, UIDS.1).await.unwrap();
+        let opened = fs::File::open(&layer).unwrap().into_parts().0.into();
+        self.privileges.give_file(opened, UIDS.1).await.unwrap();
         let limits = GroupLimits {
             memory_bytes: 2 << 30,
             pids: 64,
             cpu_quota_micros: 200_000,
             cpu_weight: 100,
+            io: None,
         };
         self.privileges.create_group(&name, &limits).await.unwrap();
         let network = self.privileges.create_network(&name).await.unwrap();

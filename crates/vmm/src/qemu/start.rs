@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsString,
     io,
     os::{fd::OwnedFd, unix::net::UnixListener},
     path::{Path, PathBuf},
@@ -13,8 +14,9 @@ use std::{
 };
 
 use fs_err as fs;
+use fs_err::os::unix::fs::OpenOptionsExt;
 use serde_json::{Value, json};
-use space_node_manager::VmmProcess;
+use space_node_manager::{View, VmmProcess};
 use tokio::{
     net::UnixStream,
     sync::watch,
@@ -24,12 +26,22 @@ use tokio::{
 use super::{
     Shared,
     command_line::{self, CONTROL_FD, DATA_FD, KVM_FD, MONITOR_FD, Start, TAP_FD},
-    machine::{self, Disk, Inner, Memory, Port, QemuMachine, exited},
+    machine::{self, Inner, Port, QemuMachine, exited},
     memory, qcow2,
     qmp::{COMMAND_LIMIT, Pending, Qmp},
-    supervise::{Console, Watched, supervise},
+    supervise::{Console, Order, Process, Watched, supervise},
+    views::{Sources, views},
 };
-use crate::{MachineSpec, MemoryDelta, StartMode, VmmError, io_error};
+use crate::{
+    MachineRecord, MachineSpec, MachineTemplate, MemoryDelta, StartMode, VmmError, io_error,
+    record::hexadecimal,
+};
+
+/// Names in the machine's directory.
+pub(super) const MONITOR_SOCKET: &str = "monitor.sock";
+pub(super) const CONTROL_SOCKET: &str = "control.sock";
+pub(super) const DATA_SOCKET: &str = "data.sock";
+pub(super) const LOG: &str = "monitor.log";
 
 /// Longest path of a machine's directory, bytes: a socket's path has 107.
 const LONGEST_DIRECTORY: usize = 80;
@@ -52,54 +64,17 @@ pub(super) async fn start(
         Some(base) => qcow2::virtual_size(&base.path)?,
         None => 0,
     };
-    let tsc_khz = match &mode {
-        StartMode::Boot { .. } if shared.capabilities.accelerator == "tcg" => Some(tsc_khz().await),
-        _ => None,
-    };
-    let (line, memory, delta) = match mode {
-        StartMode::Boot { memory } => {
-            memory_file(&shared, &memory, bytes, spec.uid).await?;
-            let start = Start::Boot {
-                memory: &memory,
-                tsc_khz: tsc_khz.flatten(),
-            };
-            let line = command_line::arguments(&shared.capabilities, &spec, &start)?;
-            (
-                line,
-                Memory {
-                    file: memory,
-                    bytes,
-                    private: false,
-                },
-                None,
-            )
-        }
-        StartMode::Restore { template, delta } => {
-            let length = fs::metadata(&template.memory)
-                .map_err(|e| io_error("read", &template.memory, e))?
-                .len();
-            if length != bytes {
-                let what = format!("the template's memory is {length} bytes, the machine's {bytes}");
-                return Err(VmmError::Unsupported { what });
-            }
-            let state = delta.is_none().then_some(template.state.as_path());
-            let start = Start::Restore {
-                memory: &template.memory,
-                state,
-            };
-            let line = command_line::arguments(&shared.capabilities, &spec, &start)?;
-            let memory = Memory {
-                file: template.memory,
-                bytes,
-                private: true,
-            };
-            (line, memory, Some((delta, template.state)))
-        }
-    };
+    let Plan {
+        arguments,
+        views,
+        memory,
+        private_memory,
+        restore,
+    } = plan(&shared, &spec, mode, bytes).await?;
 
-    let monitor = Socket::listen(&spec.directory, "monitor.sock")?;
-    let control = Socket::listen(&spec.directory, "control.sock")?;
-    let data = Socket::listen(&spec.directory, "data.sock")?;
+    let monitor = Socket::listen(&spec.directory, MONITOR_SOCKET)?;
+    let control = Socket::listen(&spec.directory, CONTROL_SOCKET)?;
+    let data = Socket::listen(&spec.directory, DATA_SOCKET)?;
     let qmp = Qmp::new(monitor.client, &shared.tasks);
     // QEMU finds these waiting. An answer to the first says that the machine exists and its memory is mapped.
     let negotiated = qmp.send("qmp_capabilities", Value::Null).await;
@@ -112,68 +87,139 @@ pub(super) async fn start(
         (TAP_FD, spec.tap),
     ]);
     if shared.capabilities.accelerator == "kvm" {
-        descriptors.insert(KVM_FD, open_kvm()?);
+        let opened = shared.privileges.open_kvm().await;
+        let opened = opened.map_err(|source| VmmError::Privilege {
+            step: "open /dev/kvm",
+            source,
+        })?;
+        descriptors.insert(KVM_FD, opened);
     }
-    let log = spec.directory.join("monitor.log");
+    let log = spec.directory.join(LOG);
+    let log_file = fs::OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(&log)
+        .map_err(|e| io_error("open", &log, e))?;
     let process = VmmProcess {
         name: spec.name.clone(),
         program: shared.program.clone(),
-        arguments: line,
+        arguments,
         uid: spec.uid,
         network_namespace: Some(spec.network_namespace),
         descriptors,
-        log: Some(log.clone()),
+        log: Some(log_file.into_parts().0.into()),
         // A layer may hold the whole disk and the tables to find it by.
         file_size_limit: bytes.max(disk_size + disk_size / 16) + (64 << 20),
+        views,
     };
     let spawned = shared.privileges.spawn(process).await;
     let spawned = spawned.map_err(|source| VmmError::Privilege {
         step: "start the monitor",
         source,
     })?;
-    let (kill, kill_asked) = watch::channel(false);
+    let (order, orders) = watch::channel(Order::None);
     let (tell, exit) = watch::channel(None);
-    let console = Arc::new(Console::default());
+    let console = Arc::new(Console::new(&spec.directory));
     let watched = Watched {
         privileges: shared.privileges.clone(),
         name: spec.name.clone(),
-        identity: spawned.identity,
-        qmp: qmp.clone(),
         console: console.clone(),
         log,
+        process: Process::new(shared.privileges.clone(), spawned.identity, spawned.exit),
     };
     shared
         .tasks
-        .spawn(supervise(watched, spawned.exit, kill_asked, tell));
-    let layers = spec.disk.len();
-    let top = spec
-        .disk
-        .into_iter()
-        .next()
-        .map(|layer| layer.path)
-        .unwrap_or_default();
+        .spawn(supervise(watched, qmp.clone(), orders, tell));
+    let record = MachineRecord {
+        name: spec.name,
+        uid: spec.uid,
+        directory: spec.directory,
+        process: spawned.identity,
+        executable: hexadecimal(&spawned.executable),
+        driver: shared.capabilities.driver.to_owned(),
+        version: shared.capabilities.version.clone(),
+        memory_file: memory,
+        memory_bytes: bytes,
+        private_memory,
+        disk_layers: spec.disk.into_iter().map(|layer| layer.path).collect(),
+        disk_bytes: disk_size,
+    };
     // From here on the handle's drop kills the process.
     let machine = QemuMachine {
         inner: Arc::new(Inner {
             shared,
-            uid: spec.uid,
             identity: spawned.identity,
             exit,
-            kill,
+            order,
             qmp,
             console,
-            memory,
-            disk: tokio::sync::Mutex::new(Disk {
-                top,
-                layers,
-                size: disk_size,
-            }),
-            control: Port::new(control.path, control.client),
-            data: Port::new(data.path, data.client),
+            record: record.into(),
+            freezing: tokio::sync::Mutex::default(),
+            control: Port::new(control.path, Some(control.client)),
+            data: Port::new(data.path, Some(data.client)),
         }),
     };
-    bring_up(&machine.inner, negotiated, looked, delta).await?;
+    bring_up(&machine.inner, negotiated, looked, restore).await?;
     Ok(machine)
+}
+
+/// What differs with the way a machine comes to life.
+struct Plan {
+    arguments: Vec<OsString>,
+    views: Vec<View>,
+    memory: PathBuf,
+    private_memory: bool,
+    /// What is loaded when it stands: pages over the base, and the device state.
+    restore: Option<(Option<MemoryDelta>, PathBuf)>,
+}
+
+async fn plan(shared: &Shared, spec: &MachineSpec, mode: StartMode, bytes: u64) -> Result<Plan, VmmError> {
+    match mode {
+        StartMode::Boot { memory } => {
+            let tsc_khz = match shared.capabilities.accelerator {
+                "tcg" => tsc_khz().await,
+                _ => None,
+            };
+            memory_file(shared, &memory, bytes, spec.uid).await?;
+            let start = Start::Boot {
+                memory: &memory,
+                tsc_khz,
+            };
+            Ok(Plan {
+                arguments: command_line::arguments(&shared.capabilities, spec, &start)?,
+                views: views(spec, &Sources::Boot { memory: &memory })?,
+                memory,
+                private_memory: false,
+                restore: None,
+            })
+        }
+        StartMode::Restore { template, delta } => {
+            let MachineTemplate { memory, state } = template;
+            let length = fs::metadata(&memory)
+                .map_err(|e| io_error("read", &memory, e))?
+                .len();
+            if length != bytes {
+                let what = format!("the template's memory is {length} bytes, the machine's {bytes}");
+                return Err(VmmError::Unsupported { what });
+            }
+            let start = Start::Restore {
+                memory: &memory,
+                state: delta.is_none().then_some(state.as_path()),
+            };
+            let sources = Sources::Restore {
+                memory: &memory,
+                state: &state,
+            };
+            Ok(Plan {
+                arguments: command_line::arguments(&shared.capabilities, spec, &start)?,
+                views: views(spec, &sources)?,
+                memory,
+                private_memory: true,
+                restore: Some((delta, state)),
+            })
+        }
+    }
 }
 
 /// Waits until a booting machine runs, or a restored one has loaded its state and stands still.
@@ -192,8 +238,9 @@ async fn bring_up(
     if let Some(delta) = delta {
         // Before the state is loaded: the devices look into the memory when they are.
         let opened = machine::open_memory(inner).await?;
-        let (file, bytes) = (inner.memory.file.clone(), inner.memory.bytes);
-        machine::blocking(&inner.memory.file, move || {
+        let record = inner.record();
+        let (file, bytes) = (record.memory_file.clone(), record.memory_bytes);
+        machine::blocking(&record.memory_file, move || {
             memory::write_delta(opened, &file, bytes, &delta)
         })
         .await?;
@@ -261,21 +308,9 @@ async fn memory_file(shared: &Shared, path: &Path, bytes: u64, uid: u32) -> Resu
         .write(true)
         .create_new(true)
         .open(path)
-        .and_then(|f| f.set_len(bytes));
-    made.map_err(|e| io_error("create the memory file", path, e))?;
-    let given = shared.privileges.give_file(path, uid).await;
-    given.map_err(|source| VmmError::Privilege {
-        step: "give the memory file to the monitor",
-        source,
-    })
-}
-
-fn open_kvm() -> Result<OwnedFd, VmmError> {
-    let path = Path::new("/dev/kvm");
-    let opened = fs::OpenOptions::new().read(true).write(true).open(path);
-    opened
-        .map(|file| file.into_parts().0.into())
-        .map_err(|e| io_error("open", path, e))
+        .and_then(|file| file.set_len(bytes).map(|()| file.into_parts().0.into()));
+    let file = made.map_err(|e| io_error("create the memory file", path, e))?;
+    machine::give(shared, file, uid).await
 }
 
 /// A listening socket, and a client that waits to be accepted.

@@ -4,8 +4,12 @@
 //! running ── SHUTDOWN event: read the console, note the cause, kill ──┐
 //!    │── kill asked for, or the machine dropped: note Killed, kill ───┤
 //!    │── monitor's connection lost: wait a little, then kill ─────────┤
-//!    └────────────────────────────── process gone ────────────────────┴── exited (told once)
+//!    ├────────────────────────────── process gone ────────────────────┴── exited (told once)
+//!    └── detached: stop looking; nothing is told
 //! ```
+//!
+//! That the process is watched may end before the process does: whoever watches it for us may be restarted. It is then
+//! watched anew; the loss is no sign of anything.
 
 use std::{
     path::{Path, PathBuf},
@@ -19,7 +23,7 @@ use serde_json::{Value, json};
 use space_node_manager::{ExitStatus, ObjectName, Privileges, ProcessIdentity};
 use tokio::sync::watch;
 
-use super::qmp::Qmp;
+use super::{adopt::is_gone, qmp::Qmp};
 use crate::ExitReason;
 
 /// How much of the console is kept, bytes.
@@ -32,18 +36,55 @@ const END: usize = 2 * 1024;
 const PANIC: &str = "Kernel panic - not syncing";
 
 /// How long QEMU may take to go after it has closed its monitor.
-const CLOSING: Duration = Duration::from_secs(2);
+pub(super) const CLOSING: Duration = Duration::from_secs(2);
 
 /// Between attempts to kill, should one fail.
 const KILL_AGAIN: Duration = Duration::from_secs(1);
 
-/// The guest's console: QEMU keeps what was written since it was last read, this keeps what was read.
-#[derive(Debug, Default)]
+/// Between attempts to have a process watched again. Its end is seen by the monitor's connection meanwhile.
+const WATCH_AGAIN: Duration = Duration::from_millis(250);
+
+/// The file in the machine's directory with what was read of the console.
+const CONSOLE_FILE: &str = "console";
+
+/// What is to become of a machine; the first order stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    None,
+    /// Its end.
+    Kill,
+    /// It is left to itself.
+    Detach,
+}
+
+/// The guest's console: QEMU keeps what was written since it was last read, this keeps what was read, also for the next
+/// owner of the machine.
+#[derive(Debug)]
 pub(super) struct Console {
+    file: PathBuf,
     read: Mutex<Vec<u8>>,
 }
 
 impl Console {
+    /// Of a new machine.
+    pub(super) fn new(directory: &Path) -> Self {
+        Self {
+            file: directory.join(CONSOLE_FILE),
+            read: Mutex::default(),
+        }
+    }
+
+    /// Of a machine that was another's.
+    pub(super) fn load(directory: &Path) -> Self {
+        let console = Self::new(directory);
+        // Most consoles were never read.
+        let earlier = fs::read(&console.file).unwrap_or_default();
+        Self {
+            read: Mutex::new(earlier),
+            ..console
+        }
+    }
+
     /// The end of all that the guest has written, as far as QEMU still answers.
     pub(super) async fn text(&self, qmp: &Qmp) -> String {
         let arguments = json!({"device": "console", "size": CONSOLE, "format": "base64"});
@@ -52,52 +93,118 @@ impl Console {
             _ => Vec::new(),
         };
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        read.extend(fresh);
-        let excess = read.len().saturating_sub(CONSOLE);
-        read.drain(..excess);
+        if !fresh.is_empty() {
+            read.extend(fresh);
+            let excess = read.len().saturating_sub(CONSOLE);
+            read.drain(..excess);
+            if let Err(error) = fs::write(&self.file, &*read) {
+                tracing::debug!(%error, "what a console said is not kept for a later owner");
+            }
+        }
         String::from_utf8_lossy(&read).into_owned()
     }
 }
 
-/// One machine's process.
+/// A process and the watch on it.
+#[derive(Debug)]
+pub(super) struct Process {
+    privileges: Arc<dyn Privileges>,
+    identity: ProcessIdentity,
+    exit: watch::Receiver<Option<ExitStatus>>,
+}
+
+impl Process {
+    pub(super) fn new(
+        privileges: Arc<dyn Privileges>,
+        identity: ProcessIdentity,
+        exit: watch::Receiver<Option<ExitStatus>>,
+    ) -> Self {
+        Self {
+            privileges,
+            identity,
+            exit,
+        }
+    }
+
+    /// Waits until it is gone.
+    pub(super) async fn ended(&mut self) -> ExitStatus {
+        loop {
+            if let Ok(status) = self.exit.wait_for(Option::is_some).await {
+                return status.unwrap_or(ExitStatus::Unknown);
+            }
+            match self.privileges.adopt(self.identity).await {
+                Ok(adopted) => self.exit = adopted.spawned.exit,
+                Err(error) if is_gone(&error) => return ExitStatus::Unknown,
+                Err(error) => {
+                    tracing::debug!(%error, pid = self.identity.pid, "a process is not watched");
+                    tokio::time::sleep(WATCH_AGAIN).await;
+                }
+            }
+        }
+    }
+
+    /// Kills it and waits until it is gone.
+    async fn end(&mut self, name: &ObjectName) -> ExitStatus {
+        loop {
+            // A process that is gone counts as killed.
+            if self.exit.borrow().is_none()
+                && let Err(error) = self.privileges.kill(self.identity).await
+            {
+                tracing::error!(%error, machine = %name, "a machine could not be killed");
+            }
+            if let Ok(status) = tokio::time::timeout(KILL_AGAIN, self.ended()).await {
+                return status;
+            }
+        }
+    }
+}
+
+/// What is watched of one machine.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) privileges: Arc<dyn Privileges>,
     pub(super) name: ObjectName,
-    pub(super) identity: ProcessIdentity,
-    pub(super) qmp: Qmp,
     pub(super) console: Arc<Console>,
     pub(super) log: PathBuf,
+    pub(super) process: Process,
 }
 
-/// Runs until the process is gone.
+impl Watched {
+    /// Ends a machine whose guest has stopped for good while nobody looked; `status` is QEMU's word for its state.
+    pub(super) async fn end_stopped(&mut self, qmp: &Qmp, status: &str) -> ExitReason {
+        let reason = match status {
+            "guest-panicked" => "guest-panic",
+            // What of the two it was is no longer known; only a reset can be a panic.
+            _ => "guest-reset",
+        };
+        let reason = guest_end(reason, &self.console.text(qmp).await);
+        self.process.end(&self.name).await;
+        reason
+    }
+
+    /// The reason behind an end that nobody here brought about.
+    pub(super) async fn end(&self, status: ExitStatus) -> ExitReason {
+        monitor_end(&*self.privileges, &self.name, &self.log, status).await
+    }
+}
+
+/// Runs until the process is gone, or is let go.
 pub(super) async fn supervise(
-    watched: Watched,
-    mut process: watch::Receiver<Option<ExitStatus>>,
-    mut kill: watch::Receiver<bool>,
+    mut watched: Watched,
+    qmp: Qmp,
+    mut orders: watch::Receiver<Order>,
     tell: watch::Sender<Option<ExitReason>>,
 ) {
-    let cause = match first_sign(&watched.qmp, &mut process, &mut kill).await {
-        Sign::Kill => Some(ExitReason::Killed),
-        Sign::Guest(reason) => Some(guest_end(&reason, &watched.console.text(&watched.qmp).await)),
+    let cause = match first_sign(&qmp, &mut watched.process, &mut orders).await {
+        Sign::Ordered(Order::Detach | Order::None) => return,
+        Sign::Ordered(Order::Kill) => Some(ExitReason::Killed),
+        Sign::Guest(reason) => Some(guest_end(&reason, &watched.console.text(&qmp).await)),
         Sign::Monitor => None,
     };
-    let status = loop {
-        let ended = process.borrow().is_some();
-        if !ended && let Err(error) = watched.privileges.kill(watched.identity).await {
-            tracing::error!(%error, machine = %watched.name, "a machine could not be killed");
-        }
-        let gone = tokio::time::timeout(KILL_AGAIN, process.wait_for(Option::is_some)).await;
-        match gone.map(|gone| gone.map(|status| *status)) {
-            Ok(Ok(status)) => break status,
-            // Nobody will ever tell: the privileges are gone with the whole node.
-            Ok(Err(_)) => break None,
-            Err(_) => {}
-        }
-    };
+    let status = watched.process.end(&watched.name).await;
     let reason = match cause {
         Some(cause) => cause,
-        None => monitor_end(&watched, status).await,
+        None => watched.end(status).await,
     };
     tracing::debug!(machine = %watched.name, ?reason, "machine ended");
     tell.send_replace(Some(reason));
@@ -105,26 +212,22 @@ pub(super) async fn supervise(
 
 /// What a machine's end begins with.
 enum Sign {
-    /// Someone wants it dead.
-    Kill,
+    /// Someone wants it dead, or left alone.
+    Ordered(Order),
     /// The guest has stopped for good: QEMU's word for why.
     Guest(String),
     /// The process is gone, or cannot be talked to any more.
     Monitor,
 }
 
-async fn first_sign(
-    qmp: &Qmp,
-    process: &mut watch::Receiver<Option<ExitStatus>>,
-    kill: &mut watch::Receiver<bool>,
-) -> Sign {
+async fn first_sign(qmp: &Qmp, process: &mut Process, orders: &mut watch::Receiver<Order>) -> Sign {
     let mut shutdown = qmp.shutdown();
     tokio::select! {
         biased;
         // The sender is dropped only after it has sent.
-        _ = kill.wait_for(|asked| *asked) => Sign::Kill,
+        Ok(order) = orders.wait_for(|order| *order != Order::None) => Sign::Ordered(*order),
         Ok(reason) = shutdown.wait_for(Option::is_some) => Sign::Guest(reason.clone().unwrap_or_default()),
-        _ = process.wait_for(Option::is_some) => Sign::Monitor,
+        _ = process.ended() => Sign::Monitor,
         () = lost(qmp) => Sign::Monitor,
     }
 }
@@ -151,19 +254,25 @@ fn guest_end(reason: &str, console: &str) -> ExitReason {
     }
 }
 
-async fn monitor_end(watched: &Watched, status: Option<ExitStatus>) -> ExitReason {
-    if status == Some(ExitStatus::Signal(libc::SIGKILL)) {
-        let usage = watched.privileges.group_usage(&watched.name).await;
+pub(super) async fn monitor_end(
+    privileges: &dyn Privileges,
+    name: &ObjectName,
+    log: &Path,
+    status: ExitStatus,
+) -> ExitReason {
+    // One that was not watched may have been killed by anyone; the group knows better.
+    if matches!(status, ExitStatus::Signal(libc::SIGKILL) | ExitStatus::Unknown) {
+        let usage = privileges.group_usage(name).await;
         if usage.is_ok_and(|usage| usage.oom_kills > 0) {
             return ExitReason::OutOfMemory;
         }
     }
     let words = match status {
-        Some(ExitStatus::Code(code)) => format!("ended with code {code}"),
-        Some(ExitStatus::Signal(signal)) => format!("was killed by signal {signal}"),
-        None => "is gone".to_owned(),
+        ExitStatus::Code(code) => format!("ended with code {code}"),
+        ExitStatus::Signal(signal) => format!("was killed by signal {signal}"),
+        ExitStatus::Unknown => "is gone".to_owned(),
     };
-    let log = log_end(&watched.log);
+    let log = log_end(log);
     let detail = if log.is_empty() {
         words
     } else {

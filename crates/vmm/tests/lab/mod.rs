@@ -112,6 +112,12 @@ impl Lab {
         self.directory.path().join(name)
     }
 
+    /// Gives a file to the user that machines run as.
+    pub async fn give(&self, path: &Path) -> Result<()> {
+        let file = fs::File::open(path)?.into_parts().0.into();
+        Ok(self.privileges.give_file(file, UID).await?)
+    }
+
     fn name(&self, kind: &str) -> ObjectName {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         ObjectName::new(&format!("{kind}-{number}")).expect("a valid name")
@@ -134,13 +140,14 @@ impl Lab {
             pids: 200,
             cpu_quota_micros: 200_000,
             cpu_weight: 100,
+            io: None,
         };
         self.privileges.create_group(name, &limits).await?;
         step("cgroup");
         let network = self.privileges.create_network(name).await?;
         step("network (made ahead by a node)");
         let directory = self.path(name.as_str());
-        self.privileges.create_directory(&directory, UID).await?;
+        make_directory(&directory)?;
         step("directory");
         Ok(MachineSpec {
             name: name.clone(),
@@ -163,7 +170,7 @@ impl Lab {
         let name = self.name("boot");
         let disk = self.path(&format!("{name}.disk"));
         fs::File::create(&disk)?.set_len(DISK)?;
-        self.privileges.give_file(&disk, UID).await?;
+        self.give(&disk).await?;
         let mut steps = Vec::new();
         let base = vec![DiskLayer { path: disk.clone() }];
         let spec = self.spec(&name, base, 2 << 30, &mut steps).await?;
@@ -207,7 +214,7 @@ impl Lab {
         let below = &template.disk[0].path;
         let start = Instant::now();
         self.driver.create_disk_layer(below, &layer).await?;
-        self.privileges.give_file(&layer, UID).await?;
+        self.give(&layer).await?;
         let mut steps = vec![("disk layer", start.elapsed())];
         let mut disk = vec![DiskLayer { path: layer.clone() }];
         disk.extend(template.disk.iter().cloned());
@@ -248,6 +255,13 @@ impl Lab {
         self.privileges.sweep(&BTreeSet::new()).await?;
         Ok(())
     }
+}
+
+/// A directory that only its owner lists.
+fn make_directory(path: &Path) -> Result<()> {
+    fs::create_dir(path)?;
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    Ok(())
 }
 
 /// A conversation with the guest over one port.
