@@ -66,7 +66,7 @@ pub(crate) async fn run(app: App, mut events: Receiver<SandboxEvent>, stop: Canc
 async fn observe(app: &App, event: SandboxEvent) {
     let outcome = match event {
         // The create that waits for it marks it as running; without one, reconciliation does.
-        SandboxEvent::Ready(_) => Ok(false),
+        SandboxEvent::Ready(_) | SandboxEvent::Changed(_) => Ok(false),
         SandboxEvent::Ended(record) => app.record_end(&record).await,
     };
     if let Err(error) = outcome {

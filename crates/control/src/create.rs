@@ -114,6 +114,7 @@ async fn run(
         generation: new.generation,
         environment: body.env_vars.unwrap_or_default(),
         deadline: new.deadline,
+        on_idle: None,
     };
     let (made, flushed) = tokio::join!(app.node.create(request), app.store.flush());
     let status = match made {

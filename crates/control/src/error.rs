@@ -116,7 +116,9 @@ impl From<NodeError> for ApiError {
                 id,
                 state: SandboxState::Stopping | SandboxState::Ended,
             } => Self::sandbox_not_found(&id),
-            NodeError::Transitioning { .. } => Self::transitioning(message),
+            NodeError::Transitioning { .. } | NodeError::Paused { .. } | NodeError::TransitionFailed { .. } => {
+                Self::transitioning(message)
+            }
             NodeError::TemplateNotFound { name } => template_not_found(&name),
             NodeError::NoCapacity { .. } => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,

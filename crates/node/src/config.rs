@@ -51,6 +51,12 @@ pub struct Limits {
     pub health_misses: u32,
     /// Between background samples of use.
     pub usage_interval: Duration,
+    /// Stopping the vCPUs of a machine; then it is let run on.
+    pub pause: Duration,
+    /// Letting them run again, and setting the clock; then the sandbox is ended.
+    pub resume: Duration,
+    /// Taking over one live machine of an earlier process; then it is ended.
+    pub adopt: Duration,
     /// Ending all sandboxes at shutdown.
     pub shutdown: Duration,
 }
@@ -90,6 +96,9 @@ impl Default for Limits {
             health_answer: Duration::from_secs(15),
             health_misses: 4,
             usage_interval: Duration::from_secs(30),
+            pause: Duration::from_secs(5),
+            resume: Duration::from_secs(5),
+            adopt: Duration::from_secs(5),
             shutdown: Duration::from_secs(30),
         }
     }

@@ -84,7 +84,7 @@ impl Failure {
     /// What a caller is told.
     pub(crate) fn answer(self, id: &SandboxId, end: Option<EndRecord>) -> NodeError {
         match self {
-            Self::NoCapacity(what) => NodeError::NoCapacity { what },
+            Self::NoCapacity(what) => no_capacity(what),
             Self::VmmUnavailable(what) => NodeError::VmmUnavailable { what },
             Self::TemplateNotFound(name) => NodeError::TemplateNotFound { name },
             Self::Step(step) => NodeError::CreateFailed { id: id.clone(), step },
@@ -93,6 +93,17 @@ impl Failure {
                 end: end.map(Box::new),
             },
         }
+    }
+}
+
+/// When to try again after something of the host has run out, milliseconds: sandboxes end every few seconds, not sooner.
+const RETRY_AFTER_MS: u64 = 2000;
+
+/// A refusal for want of something on the host.
+pub(crate) fn no_capacity(what: String) -> NodeError {
+    NodeError::NoCapacity {
+        what,
+        retry_after_ms: RETRY_AFTER_MS,
     }
 }
 
@@ -164,9 +175,7 @@ impl From<TemplateError> for NodeError {
                 name: shortened(&name, 128),
             },
             TemplateError::Vmm(VmmError::Unavailable { what }) => Self::VmmUnavailable { what },
-            TemplateError::NoSpace { what } => Self::NoCapacity {
-                what: format!("disk: {what}"),
-            },
+            TemplateError::NoSpace { what } => no_capacity(format!("disk: {what}")),
             other => Self::Internal { what: chain(&other) },
         }
     }

@@ -19,6 +19,11 @@ use crate::{
 /// Ends kept in memory, for when the journal cannot be written or is not yet.
 const RECENT_ENDS: usize = 1024;
 
+/// When to try again if a sandbox must end first, milliseconds: a place is free within a second or two on a busy node.
+const RETRY_PLACE_MS: u64 = 1000;
+/// When to try again if others are being created, milliseconds: a create takes some ten to some hundred.
+const RETRY_CREATING_MS: u64 = 200;
+
 /// How everyone but its own task reaches a sandbox.
 pub(crate) struct Handle {
     pub(crate) id: SandboxId,
@@ -87,20 +92,22 @@ impl Registry {
         if let Some(entry) = state.live.get(id) {
             return Ok(Admission::Existing(entry.handle.clone()));
         }
-        let full = |what: String| Err(NodeError::NoCapacity { what });
+        let full = |what: String, retry_after_ms: u64| Err(NodeError::NoCapacity { what, retry_after_ms });
         if state.live.len() >= self.capacity {
-            return full(format!("all {} places are taken", self.capacity));
+            return full(format!("all {} places are taken", self.capacity), RETRY_PLACE_MS);
         }
         if state.creating >= self.max_creating {
-            return full(format!("{} sandboxes are being created already", state.creating));
+            let what = format!("{} sandboxes are being created already", state.creating);
+            return full(what, RETRY_CREATING_MS);
         }
         if state.committed.saturating_add(committed) > self.memory_budget {
-            return full(format!(
+            let what = format!(
                 "memory: {} of {} MiB are spoken for, this one counts {} MiB",
                 state.committed >> 20,
                 self.memory_budget >> 20,
                 committed >> 20
-            ));
+            );
+            return full(what, RETRY_PLACE_MS);
         }
         let handle = Arc::new(make());
         state.committed += committed;

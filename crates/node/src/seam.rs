@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http_body_util::combinators::BoxBody;
 use space_api::{
     id::{ProjectId, SandboxId},
-    lifecycle::{EndCause, SandboxState},
+    lifecycle::{EndCause, IdlePolicy, SandboxState},
     size::SizeClass,
 };
 use tokio::sync::broadcast;
@@ -29,6 +29,8 @@ pub struct CreateSandbox {
     pub environment: BTreeMap<String, String>,
     /// When the sandbox is ended by the node, as a wall-clock instant.
     pub deadline: jiff::Timestamp,
+    /// What is done when it does no work for a while.
+    pub on_idle: Option<IdlePolicy>,
 }
 
 /// What a node knows of a sandbox.
@@ -38,6 +40,8 @@ pub struct SandboxStatus {
     pub id: SandboxId,
     /// Owner.
     pub project: ProjectId,
+    /// What its machine is called on the host.
+    pub machine: String,
     /// Where in its life.
     pub state: SandboxState,
     /// Name and tag it was made from, as resolved.
@@ -54,6 +58,23 @@ pub struct SandboxStatus {
     pub deadline: jiff::Timestamp,
     /// Milliseconds from create to ready, once ready.
     pub ready_ms: Option<f64>,
+    /// Name of its machine on the host, by which its process, group and directories are found; empty while it has none.
+    pub machine: String,
+    /// Since when it stands still; `None` unless it is paused.
+    pub paused_at: Option<jiff::Timestamp>,
+    /// When work was last seen in it.
+    pub last_active_at: jiff::Timestamp,
+    /// Since when it does no work; `None` while it works. What it does while it is paused is nothing.
+    pub idle_since: Option<jiff::Timestamp>,
+}
+
+/// Why a sandbox is woken; told in logs and counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WakeReason {
+    /// A client connects to it.
+    Connect,
+    /// A request to its daemon or to a port of it has come in.
+    Traffic,
 }
 
 /// The end of a sandbox.
@@ -76,6 +97,8 @@ pub struct EndRecord {
 pub enum SandboxEvent {
     /// Usable now.
     Ready(SandboxStatus),
+    /// Its state, deadline or idleness is another.
+    Changed(SandboxStatus),
     /// Gone.
     Ended(EndRecord),
 }
@@ -156,6 +179,22 @@ pub enum NodeError {
         /// Where it is.
         state: SandboxState,
     },
+    /// The sandbox is paused: [`Node::wake`] it first.
+    #[error("sandbox {id} is paused")]
+    Paused {
+        /// Which.
+        id: SandboxId,
+    },
+    /// A pause or resume did not come to be, and the sandbox is in the state it was in. May be tried again.
+    #[error("sandbox {id} could not be brought to {wanted:?}: {what}")]
+    TransitionFailed {
+        /// Which.
+        id: SandboxId,
+        /// Where it should have gone.
+        wanted: SandboxState,
+        /// Why not, in one line.
+        what: String,
+    },
     /// No such template.
     #[error("template \"{name}\" was not found")]
     TemplateNotFound {
@@ -167,6 +206,8 @@ pub enum NodeError {
     NoCapacity {
         /// What has run out.
         what: String,
+        /// When to try again, milliseconds: an estimate.
+        retry_after_ms: u64,
     },
     /// No usable monitor.
     #[error("no sandbox can run here: {what}")]
@@ -244,7 +285,18 @@ pub trait Node: Send + Sync + fmt::Debug {
     /// Sets when it will be ended. A time in the past ends it now.
     async fn set_deadline(&self, id: &SandboxId, deadline: jiff::Timestamp) -> Result<(), NodeError>;
 
-    /// Samples of use within the last hour, oldest first; at least one fresh sample for a live sandbox.
+    /// Stops its machine, which stays in memory, and answers when it stands still and that is recorded. A paused one
+    /// stays as it is. Open streams stay open and go on after [`Node::resume`]; its deadline goes on counting.
+    async fn pause(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError>;
+
+    /// Lets a paused sandbox run again, its clock set. A running one stays as it is.
+    async fn resume(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError>;
+
+    /// Makes a sandbox usable, whatever that takes: for one that is in memory, a resume. One that is not in memory would
+    /// need a saved machine; there is none, and `NotFound` with its end says so.
+    async fn wake(&self, id: &SandboxId, reason: WakeReason) -> Result<SandboxStatus, NodeError>;
+
+    /// Samples of use within the last hour, oldest first; at least one fresh sample for a running sandbox.
     async fn usage(&self, id: &SandboxId) -> Result<Vec<Usage>, NodeError>;
 
     /// The data channel to the daemon (opened on first use, reopened when broken).

@@ -28,7 +28,7 @@ use space_api::{
 };
 use space_node::{
     CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
-    TemplateInfo, TunnelError, TunnelStream, Usage,
+    TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
 };
 use tokio::{
     net::TcpStream,
@@ -174,6 +174,19 @@ impl FakeNode {
         Some(record)
     }
 
+    fn stand(&self, id: &SandboxId, state: SandboxState) -> Result<SandboxStatus, NodeError> {
+        let mut live = self.live.lock().expect("not poisoned");
+        let Some(entry) = live.get_mut(id) else {
+            return Err(self.not_found(id));
+        };
+        if entry.status.state != state {
+            entry.status.state = state;
+            entry.status.paused_at = (state == SandboxState::Paused).then(Timestamp::now);
+            let _heard = self.events.send(SandboxEvent::Changed(entry.status.clone()));
+        }
+        Ok(entry.status.clone())
+    }
+
     fn not_found(&self, id: &SandboxId) -> NodeError {
         let end = self
             .ends
@@ -221,6 +234,7 @@ impl Node for FakeNode {
             "full" => {
                 return Err(NodeError::NoCapacity {
                     what: "memory".into(),
+                    retry_after_ms: 1000,
                 });
             }
             "broken" => {
@@ -241,6 +255,7 @@ impl Node for FakeNode {
         let status = SandboxStatus {
             id: id.clone(),
             project: request.project,
+            machine: "m0".to_owned(),
             state: SandboxState::Running,
             template: "base:latest".into(),
             template_digest: Self::template("base:latest").digest,
@@ -249,11 +264,16 @@ impl Node for FakeNode {
             started_at: Timestamp::now(),
             deadline: request.deadline,
             ready_ms: Some(61.0),
+            machine: "m000000000001".into(),
+            paused_at: None,
+            last_active_at: Timestamp::now(),
+            idle_since: None,
         };
         let mut live = self.live.lock().expect("not poisoned");
         if live.len() >= *self.capacity.lock().expect("not poisoned") {
             return Err(NodeError::NoCapacity {
                 what: "places".into(),
+                retry_after_ms: 1000,
             });
         }
         live.insert(
@@ -299,6 +319,18 @@ impl Node for FakeNode {
         Ok(())
     }
 
+    async fn pause(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError> {
+        self.stand(id, SandboxState::Paused)
+    }
+
+    async fn resume(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError> {
+        self.stand(id, SandboxState::Running)
+    }
+
+    async fn wake(&self, id: &SandboxId, _: WakeReason) -> Result<SandboxStatus, NodeError> {
+        self.resume(id).await
+    }
+
     async fn usage(&self, id: &SandboxId) -> Result<Vec<Usage>, NodeError> {
         self.status(id).await?;
         let sample = |at: i64| Usage {
@@ -320,6 +352,9 @@ impl Node for FakeNode {
         {
             let mut live = self.live.lock().expect("not poisoned");
             let entry = live.get_mut(id).ok_or_else(|| self.not_found(id))?;
+            if entry.status.state == SandboxState::Paused {
+                return Err(NodeError::Paused { id: id.clone() });
+            }
             if entry.status.state != SandboxState::Running {
                 return Err(NodeError::Transitioning {
                     id: id.clone(),

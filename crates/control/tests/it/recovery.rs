@@ -110,6 +110,7 @@ async fn the_next_start_settles_what_a_killed_platform_has_left() {
     let status = |id: &SandboxId| SandboxStatus {
         id: id.clone(),
         project: first.owner.project.id.clone(),
+        machine: "m0".to_owned(),
         state: SandboxState::Running,
         template: "base:latest".into(),
         template_digest: "sha256:00".into(),
@@ -118,6 +119,10 @@ async fn the_next_start_settles_what_a_killed_platform_has_left() {
         started_at: Timestamp::now(),
         deadline: Timestamp::now() + SignedDuration::from_secs(300),
         ready_ms: Some(1.0),
+        machine: "m000000000001".into(),
+        paused_at: None,
+        last_active_at: Timestamp::now(),
+        idle_since: None,
     };
     node.stray(status(&finished.id));
     let stray = SandboxId::random();

@@ -156,8 +156,9 @@ impl Stack {
     }
 
     /// The monitor of a sandbox, found as an administrator would.
-    pub(crate) fn monitor(&self, id: &SandboxId) -> Option<Pid> {
-        let group = format!("/space-{}/{id}", self.installation);
+    pub(crate) async fn monitor(&self, id: &SandboxId) -> Option<Pid> {
+        let machine = self.node.status(id).await.ok()?.machine;
+        let group = format!("/space-{}/{machine}", self.installation);
         processes()
             .into_iter()
             .find(|(_, groups)| groups.contains(&group))
@@ -262,6 +263,7 @@ pub(crate) fn request() -> CreateSandbox {
         generation: 1,
         environment: BTreeMap::new(),
         deadline: Timestamp::now() + 1.hour(),
+        on_idle: None,
     }
 }
 

@@ -102,12 +102,7 @@ impl Inspect {
 }
 
 pub(crate) fn state_word(state: SandboxState) -> &'static str {
-    match state {
-        SandboxState::Creating => "creating",
-        SandboxState::Running => "running",
-        SandboxState::Stopping => "stopping",
-        SandboxState::Ended => "ended",
-    }
+    state.as_str()
 }
 
 /// A cause in plain words.

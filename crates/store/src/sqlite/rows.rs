@@ -1,9 +1,12 @@
 //! Between columns and types.
 
-use std::str::FromStr;
+use std::{collections::BTreeMap, str::FromStr};
 
 use jiff::Timestamp;
-use space_api::{lifecycle::SandboxState, size::SizeClass};
+use space_api::{
+    lifecycle::{IdleAction, IdlePolicy, SandboxState},
+    size::SizeClass,
+};
 use sqlx::{Row as _, sqlite::SqliteRow};
 
 use crate::{NewSandbox, SandboxRow, StoreError};
@@ -11,7 +14,7 @@ use crate::{NewSandbox, SandboxRow, StoreError};
 /// Every column of `sandboxes`, in the order of the table.
 pub(super) const SANDBOX_COLUMNS: &str = "id, project_id, template, template_digest, vcpus, memory_mib, disk_mib, \
      generation, state, metadata, access_token, traffic_token, mask_request_host, started_at, deadline, ended_at, \
-     end_cause, ready_ms, cpu_micros";
+     end_cause, ready_ms, cpu_micros, labels, node_id, wake_on_traffic, idle_pause_seconds";
 
 pub(super) fn micros(at: Timestamp) -> i64 {
     at.as_microsecond()
@@ -38,24 +41,30 @@ pub(super) fn id<T: FromStr>(row: &SqliteRow, column: &'static str) -> Result<T,
         .map_err(|_| StoreError::Corrupt { column })
 }
 
+/// The stored name of a state. The store keeps no state that is on its way between two: it is the one that was left.
 pub(super) fn state_name(state: SandboxState) -> &'static str {
     match state {
-        SandboxState::Creating => "creating",
-        SandboxState::Running => "running",
-        SandboxState::Stopping => "stopping",
-        SandboxState::Ended => "ended",
+        SandboxState::Pausing => SandboxState::Running.as_str(),
+        SandboxState::Resuming => SandboxState::Paused.as_str(),
+        state => state.as_str(),
     }
 }
 
 fn state(row: &SqliteRow) -> Result<SandboxState, StoreError> {
-    match row.get::<String, _>("state").as_str() {
-        "creating" => Ok(SandboxState::Creating),
-        "running" => Ok(SandboxState::Running),
-        "stopping" => Ok(SandboxState::Stopping),
-        "ended" => Ok(SandboxState::Ended),
-        _ => Err(StoreError::Corrupt {
-            column: "sandboxes.state",
-        }),
+    SandboxState::from_word(row.get("state")).ok_or(StoreError::Corrupt {
+        column: "sandboxes.state",
+    })
+}
+
+/// A map as it is stored.
+pub(super) fn map_text(map: &BTreeMap<String, String>) -> String {
+    serde_json::to_string(map).unwrap_or_else(|_| "{}".to_owned())
+}
+
+fn map(row: &SqliteRow, column: &'static str) -> Result<BTreeMap<String, String>, StoreError> {
+    match row.get::<&str, _>(column) {
+        "{}" => Ok(BTreeMap::new()),
+        text => serde_json::from_str(text).map_err(|_| StoreError::Corrupt { column }),
     }
 }
 
@@ -64,7 +73,6 @@ fn unsigned<T: TryFrom<i64>>(row: &SqliteRow, column: &'static str) -> Result<T,
 }
 
 pub(super) fn sandbox(row: &SqliteRow) -> Result<SandboxRow, StoreError> {
-    let metadata: String = row.get("metadata");
     let end_cause = row
         .get::<Option<String>, _>("end_cause")
         .map(|text| {
@@ -87,12 +95,20 @@ pub(super) fn sandbox(row: &SqliteRow) -> Result<SandboxRow, StoreError> {
                 column: "sandboxes size",
             })?,
             generation: unsigned(row, "generation")?,
-            metadata: serde_json::from_str(&metadata).map_err(|_| StoreError::Corrupt {
-                column: "sandboxes.metadata",
-            })?,
+            node: row.get("node_id"),
+            metadata: map(row, "metadata")?,
+            labels: map(row, "labels")?,
             access_token: row.get("access_token"),
             traffic_token: row.get("traffic_token"),
             mask_request_host: row.get("mask_request_host"),
+            wake_on_traffic: row.get::<i64, _>("wake_on_traffic") != 0,
+            on_idle: row
+                .get::<Option<i64>, _>("idle_pause_seconds")
+                .and_then(|seconds| u32::try_from(seconds).ok())
+                .map(|after_seconds| IdlePolicy {
+                    after_seconds,
+                    action: IdleAction::Pause,
+                }),
             started_at: time(row, "started_at")?,
             deadline: time(row, "deadline")?,
         },

@@ -1,0 +1,74 @@
+//! What is asked over the control port beside the greeting: that the guest runs on, and how it is.
+
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use space_channel::{HealthReport, HelloAck, HostControl};
+use space_vmm::Machine;
+use tokio::sync::Mutex;
+
+use super::{Link, LinkError, Owner, Session, open_control};
+
+impl Link {
+    /// Takes over the daemon of a machine that an earlier process made, and returns what it says of itself. The hello
+    /// of the new connection ends the earlier one; nothing of that one can be mistaken for an answer.
+    ///
+    /// The machine must run.
+    pub(crate) async fn adopt(
+        machine: Arc<dyn Machine>,
+        generation: u64,
+        owner: Owner,
+        limit: Duration,
+    ) -> Result<(Arc<Self>, HelloAck), LinkError> {
+        let control = open_control(machine.as_ref(), generation).await?;
+        let ack = control.greeted(limit).await?;
+        let session = Session {
+            control: Arc::new(control),
+            nonce_used: false,
+            data: None,
+        };
+        let link = Self {
+            machine,
+            generation: AtomicU64::new(generation),
+            owner,
+            limit,
+            session: Arc::new(Mutex::new(session)),
+        };
+        Ok((Arc::new(link), ack))
+    }
+
+    /// Lets the agent's processes run, should they stand still, and sets the clock. Written at once, also while the
+    /// machine stands still: then it is the first that the daemon reads.
+    pub(crate) async fn thaw(&self) -> Result<(), LinkError> {
+        let control = self.control().await?;
+        let now = u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default();
+        Ok(control.thaw(now, self.limit).await?)
+    }
+
+    /// How the daemon says it is.
+    pub(crate) async fn report(&self, limit: Duration) -> Result<HealthReport, LinkError> {
+        let asked = async { Ok(self.control().await?.health(limit).await?) };
+        tokio::time::timeout(limit, asked)
+            .await
+            .map_err(|_| LinkError::TimedOut {
+                step: "health",
+                limit,
+            })?
+    }
+
+    /// The control connection, opened again if it was closed.
+    async fn control(&self) -> Result<Arc<HostControl>, LinkError> {
+        let mut session = self.session.lock().await;
+        if session.control.is_closed() {
+            *session = Session {
+                control: Arc::new(self.open_control().await?),
+                nonce_used: false,
+                data: None,
+            };
+        }
+        Ok(session.control.clone())
+    }
+}
