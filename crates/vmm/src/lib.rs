@@ -5,12 +5,14 @@
 
 pub mod machine;
 pub mod qemu;
+pub mod record;
 
 pub use machine::{
     Capabilities, DiskLayer, ExitReason, FrozenLayer, Machine, MachineSpec, MachineTemplate, MemoryDelta,
-    MemoryRun, PortStream, StartMode, Vmm, VmmError,
+    MemoryRun, PortStream, RunState, StartMode, Vmm, VmmError,
 };
 pub use qemu::{AcceleratorChoice, QemuConfig, QemuDriver};
+pub use record::MachineRecord;
 
 /// An I/O error with what was attempted on which file.
 fn io_error(step: &'static str, path: &std::path::Path, source: impl Into<std::io::Error>) -> VmmError {

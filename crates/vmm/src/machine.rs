@@ -10,7 +10,8 @@
 //!                  └────────── kill / guest / crash ───────┴──► exited (ExitReason, once)
 //! ```
 //!
-//! A machine that is dropped without [`Machine::kill`] is killed by its guard.
+//! A machine that is dropped without [`Machine::kill`] is killed by its guard, unless it was detached before: then it goes
+//! on by itself, in whatever state it was, and [`Vmm::adopt`] takes it over by its [`MachineRecord`].
 
 use std::{
     fmt,
@@ -21,6 +22,8 @@ use std::{
 use async_trait::async_trait;
 use space_node_manager::{ObjectName, PrivilegeError, ProcessIdentity};
 use tokio::sync::watch;
+
+use crate::MachineRecord;
 
 /// What a driver can do on this host, found by trying.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,14 +42,16 @@ pub struct Capabilities {
     pub layered_disks: bool,
 }
 
-/// Everything that makes up a machine besides its state. Paths must be readable (disk: writable) by `uid`.
+/// Everything that makes up a machine besides its state. Files must be readable (the top disk layer: writable) by `uid`; the
+/// monitor sees no others, and the directories they lie in only where it must.
 #[derive(Debug)]
 pub struct MachineSpec {
     /// Owning object: names the cgroup (already made) and the process.
     pub name: ObjectName,
     /// Ordinary user to run the monitor as.
     pub uid: u32,
-    /// Directory of the machine for sockets and logs, owned by `uid`, at most 80 bytes long.
+    /// Directory of the machine for sockets and logs, the caller's own (0700) and never seen by the monitor; at most 80
+    /// bytes long.
     pub directory: PathBuf,
     /// vCPUs.
     pub vcpus: u32,
@@ -54,7 +59,8 @@ pub struct MachineSpec {
     pub memory_mib: u32,
     /// Read-only root image, shared by all machines.
     pub root: PathBuf,
-    /// Writable disk: top layer first, then what it rests on. The last one is raw, any others are qcow2.
+    /// Writable disk: top layer first, then what it rests on. The last one is raw, any others are qcow2. The monitor sees
+    /// the top layer's directory, where later layers are made.
     pub disk: Vec<DiskLayer>,
     /// Network namespace and tap.
     pub network_namespace: OwnedFd,
@@ -216,6 +222,21 @@ pub enum VmmError {
         /// Why.
         reason: ExitReason,
     },
+    /// What a record tells of is not what is there. Nothing was done to it.
+    #[error("the machine cannot be adopted: {what}")]
+    Unadoptable {
+        /// What does not match.
+        what: String,
+    },
+}
+
+/// What the vCPUs of a machine do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunState {
+    /// They run.
+    Running,
+    /// They stand still and can be resumed.
+    Paused,
 }
 
 /// A byte stream to one port of the guest's space daemon.
@@ -231,8 +252,14 @@ pub trait Machine: Send + Sync + fmt::Debug {
     /// The monitor's process.
     fn process(&self) -> ProcessIdentity;
 
-    /// `None` until the monitor is gone, then why.
+    /// What another process needs to adopt the machine, as of now: it changes with [`Machine::freeze_disk`].
+    fn record(&self) -> MachineRecord;
+
+    /// `None` until the monitor is gone, then why. Closes without a reason when the machine is detached.
     fn exit(&self) -> watch::Receiver<Option<ExitReason>>;
+
+    /// What the vCPUs do now.
+    async fn status(&self) -> Result<RunState, VmmError>;
 
     /// Stops the vCPUs. Idempotent.
     async fn pause(&self) -> Result<(), VmmError>;
@@ -265,6 +292,10 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Ends the machine and waits until its process is gone. Idempotent.
     async fn kill(&self) -> Result<(), VmmError>;
+
+    /// Lets go of the machine: all connections to it are closed, dropping the handle no longer kills it, and every
+    /// later call fails. The machine itself notices nothing. A machine that is being killed is not let go.
+    fn detach(&self);
 }
 
 /// A driver.
@@ -279,4 +310,11 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 
     /// Starts a machine.
     async fn start(&self, spec: MachineSpec, mode: StartMode) -> Result<Box<dyn Machine>, VmmError>;
+
+    /// Takes over a machine that was detached, or whose earlier owner is gone.
+    ///
+    /// [`VmmError::Exited`] if it has ended meanwhile, with the reason as far as it can still be learnt;
+    /// [`VmmError::Unadoptable`] if the process runs another program than the record says, which is then left alone;
+    /// any other error leaves the machine as it was.
+    async fn adopt(&self, record: MachineRecord) -> Result<Box<dyn Machine>, VmmError>;
 }

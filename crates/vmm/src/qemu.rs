@@ -3,6 +3,7 @@
 //! ```text
 //! probe ── which program, version, accelerator, CPU model (once per node)
 //! start ── command_line: sockets and descriptors → one spawn → qmp: greeting, state loaded
+//! adopt ── the same process and program → qmp: connected anew, what happened meanwhile is asked
 //!       └─ machine: one task per machine (supervise) learns and tells its end
 //! ```
 //!
@@ -10,8 +11,9 @@
 //! commands are few and short, and a device state is named on the command line; a restored machine is described
 //! without kernel and option ROMs, which it never reads (7 ms, 11 MB). What matters for safety: every path is
 //! given explicitly and none is taken from an image's header, base files are opened read-only, and QEMU runs as an
-//! ordinary user under its own system-call filter.
+//! ordinary user under its own system-call filter, in a file system that holds its own files only (`views`).
 
+mod adopt;
 mod command_line;
 mod machine;
 mod memory;
@@ -20,6 +22,7 @@ mod qcow2;
 mod qmp;
 mod start;
 mod supervise;
+mod views;
 
 use std::{
     path::{Path, PathBuf},
@@ -30,7 +33,7 @@ use async_trait::async_trait;
 use space_node_manager::Privileges;
 use tokio_util::task::TaskTracker;
 
-use crate::{Capabilities, Machine, MachineSpec, StartMode, Vmm, VmmError, io_error};
+use crate::{Capabilities, Machine, MachineRecord, MachineSpec, StartMode, Vmm, VmmError, io_error};
 
 /// Settings of the driver; the default finds everything by itself.
 #[derive(Debug, Clone, Default)]
@@ -113,7 +116,9 @@ impl Vmm for QemuDriver {
 
     async fn create_disk_layer(&self, base: &Path, layer: &Path) -> Result<(), VmmError> {
         let size = qcow2::virtual_size(base)?;
-        qcow2::create(layer, size).map_err(|e| io_error("create the disk layer", layer, e))
+        qcow2::create(layer, size)
+            .map(drop)
+            .map_err(|e| io_error("create the disk layer", layer, e))
     }
 
     async fn start(&self, spec: MachineSpec, mode: StartMode) -> Result<Box<dyn Machine>, VmmError> {
@@ -129,5 +134,11 @@ impl Vmm for QemuDriver {
                 what: format!("starting a machine broke off: {error}"),
             }),
         }
+    }
+
+    async fn adopt(&self, record: MachineRecord) -> Result<Box<dyn Machine>, VmmError> {
+        // If the caller goes away half-way, the connection is closed and the machine goes on.
+        let machine = adopt::adopt(self.shared.clone(), record).await?;
+        Ok(Box::new(machine))
     }
 }

@@ -163,6 +163,11 @@ pub(super) fn layer_node(number: usize) -> String {
     format!("l{number}")
 }
 
+/// Node name of the file that the n-th layer (above the base) is kept in.
+pub(super) fn file_node(number: usize) -> String {
+    format!("f{number}")
+}
+
 /// The block nodes of a qcow2 layer: protocol, then format. What it rests on is said here and never read from it.
 /// Flushes of the guest stay in the page cache: a machine does not survive its host, only its snapshots do, and
 /// those are made durable when they are stored.
@@ -172,7 +177,7 @@ pub(super) fn layer_nodes(
     backing: Option<&str>,
     writable: bool,
 ) -> Result<[Value; 2], VmmError> {
-    let (name, file) = (layer_node(number), format!("f{number}"));
+    let (name, file) = (layer_node(number), file_node(number));
     let cache = json!({"no-flush": true});
     let mut format = json!({
         "driver": "qcow2", "node-name": name, "file": file, "backing": backing, "read-only": !writable,

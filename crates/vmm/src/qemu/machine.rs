@@ -16,9 +16,12 @@ use tokio::{net::UnixStream, sync::watch, task::spawn_blocking};
 use super::{
     Shared, command_line, memory, qcow2,
     qmp::{Pending, Qmp, QmpError},
-    supervise::Console,
+    supervise::{Console, Order},
 };
-use crate::{DiskLayer, ExitReason, FrozenLayer, Machine, MemoryDelta, PortStream, VmmError, io_error};
+use crate::{
+    DiskLayer, ExitReason, FrozenLayer, Machine, MachineRecord, MemoryDelta, PortStream, RunState, VmmError,
+    io_error,
+};
 
 /// How long a killed process may take to be gone.
 const GONE_WITHIN: Duration = Duration::from_secs(15);
@@ -26,7 +29,7 @@ const GONE_WITHIN: Duration = Duration::from_secs(15);
 /// How long to wait for the cause after the monitor's connection has ended.
 const CAUSE_WITHIN: Duration = Duration::from_secs(5);
 
-/// The handle; dropping it kills the machine.
+/// The handle; dropping it kills the machine, unless it was detached.
 #[derive(Debug)]
 pub(super) struct QemuMachine {
     pub(super) inner: Arc<Inner>,
@@ -36,45 +39,41 @@ pub(super) struct QemuMachine {
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) shared: Arc<Shared>,
-    pub(super) uid: u32,
     pub(super) identity: ProcessIdentity,
     pub(super) exit: watch::Receiver<Option<ExitReason>>,
-    pub(super) kill: watch::Sender<bool>,
+    pub(super) order: watch::Sender<Order>,
     pub(super) qmp: Qmp,
     pub(super) console: Arc<Console>,
-    pub(super) memory: Memory,
-    pub(super) disk: tokio::sync::Mutex<Disk>,
+    /// Changes with the layers of the disk.
+    pub(super) record: Mutex<MachineRecord>,
+    /// Held while the disk is switched to another layer.
+    pub(super) freezing: tokio::sync::Mutex<()>,
     pub(super) control: Port,
     pub(super) data: Port,
 }
 
-/// The file behind the guest's memory.
-#[derive(Debug)]
-pub(super) struct Memory {
-    pub(super) file: PathBuf,
-    pub(super) bytes: u64,
-    /// Whether the machine only reads it.
-    pub(super) private: bool,
-}
-
-/// The writable disk.
-#[derive(Debug)]
-pub(super) struct Disk {
-    /// What is written to now.
-    pub(super) top: PathBuf,
-    /// How many layers there are, the raw base included.
-    pub(super) layers: usize,
-    /// Size of the disk, bytes.
-    pub(super) size: u64,
-}
-
 impl Drop for QemuMachine {
     fn drop(&mut self) {
-        self.inner.kill.send_replace(true);
+        self.inner.give_order(Order::Kill);
     }
 }
 
 impl Inner {
+    /// The first order stands.
+    fn give_order(&self, order: Order) {
+        self.order.send_if_modified(|given| {
+            let first = *given == Order::None;
+            if first {
+                *given = order;
+            }
+            first
+        });
+    }
+
+    pub(super) fn record(&self) -> MachineRecord {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Awaits an answer; if QEMU is gone, says why instead.
     pub(super) async fn answer(
         &self,
@@ -109,37 +108,38 @@ impl Inner {
         self.answer(step, command, pending).await
     }
 
-    /// A new file that the monitor may write.
-    async fn output(&self, path: &Path) -> Result<(), VmmError> {
-        fs::OpenOptions::new()
+    /// The file is made here and handed over open: the monitor need not even see where it lies.
+    async fn save_state(&self, to: &Path) -> Result<(), VmmError> {
+        let step = "saving device state";
+        let file = fs::OpenOptions::new()
             .write(true)
             .create_new(true)
-            .open(path)
-            .map_err(|e| io_error("create", path, e))?;
-        self.give(path).await
-    }
-
-    async fn give(&self, path: &Path) -> Result<(), VmmError> {
-        let given = self.shared.privileges.give_file(path, self.uid).await;
-        given.map_err(|source| VmmError::Privilege {
-            step: "give a file to the monitor",
-            source,
-        })
-    }
-
-    async fn save_state(&self, to: &Path) -> Result<(), VmmError> {
-        let arguments = json!({"filename": command_line::text(to)?, "live": false});
-        self.output(to).await?;
-        self.run("saving device state", "xen-save-devices-state", arguments)
-            .await
-            .map(drop)
+            .open(to)
+            .map_err(|e| io_error("create", to, e))?;
+        let passed = self.qmp.send_file(file.into_parts().0.into()).await;
+        let set = self.answer(step, "add-fd", passed).await?;
+        let set = set.get("fdset-id").cloned().unwrap_or_default();
+        let arguments = json!({"filename": format!("/dev/fdset/{set}"), "live": false});
+        let saved = self.qmp.send("xen-save-devices-state", arguments).await;
+        let closed = self.qmp.send("remove-fd", json!({"fdset-id": set})).await;
+        self.answer(step, "xen-save-devices-state", saved).await?;
+        self.answer(step, "remove-fd", closed).await.map(drop)
     }
 
     async fn freeze_disk(&self, new_top: &Path) -> Result<FrozenLayer, VmmError> {
-        let mut disk = self.disk.lock().await;
-        qcow2::create(new_top, disk.size).map_err(|e| io_error("create the disk layer", new_top, e))?;
-        self.give(new_top).await?;
-        let (below, above) = (command_line::layer_node(disk.layers - 1), disk.layers);
+        let _alone = self.freezing.lock().await;
+        let record = self.record();
+        let layers = record.disk_layers.len();
+        let top = record.disk_layers.into_iter().next().unwrap_or_default();
+        // What the monitor was given to see when it was started (see `views`).
+        if layers < 2 || top.parent() != new_top.parent() {
+            let what = "a layer lies beside the one it follows, above a template's disk".to_owned();
+            return Err(VmmError::Unsupported { what });
+        }
+        let made = qcow2::create(new_top, record.disk_bytes)
+            .map_err(|e| io_error("create the disk layer", new_top, e))?;
+        give(&self.shared, made, record.uid).await?;
+        let (below, above) = (command_line::layer_node(layers - 1), layers);
         let [protocol, format] = command_line::layer_nodes(above, new_top, None, true)?;
         let step = "freezing the disk";
         // All three at once: each is refused harmlessly if the one before it was.
@@ -158,7 +158,7 @@ impl Inner {
         }
         if let Err(error) = result {
             // Whatever was added must not be in the way of the next attempt; the disk goes on as it was.
-            for node in [command_line::layer_node(above), format!("f{above}")] {
+            for node in [command_line::layer_node(above), command_line::file_node(above)] {
                 self.run(step, "blockdev-del", json!({"node-name": node}))
                     .await
                     .ok();
@@ -166,16 +166,20 @@ impl Inner {
             fs::remove_file(new_top).ok();
             return Err(error);
         }
-        disk.layers += 1;
-        let frozen = std::mem::replace(&mut disk.top, new_top.to_owned());
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        record.disk_layers.insert(0, new_top.to_owned());
         Ok(FrozenLayer {
-            layer: DiskLayer { path: frozen },
+            layer: DiskLayer { path: top },
         })
     }
 
     fn open_port(&self, port: &Port) -> Result<PortStream, VmmError> {
         if let Some(reason) = self.exit.borrow().as_ref() {
             return Err(exited("opening a port", Some(reason)));
+        }
+        if *self.order.borrow() == Order::Detach {
+            let what = "the machine was detached".to_owned();
+            return Err(VmmError::Unsupported { what });
         }
         port.open()
     }
@@ -187,8 +191,18 @@ impl Machine for QemuMachine {
         self.inner.identity
     }
 
+    fn record(&self) -> MachineRecord {
+        self.inner.record()
+    }
+
     fn exit(&self) -> watch::Receiver<Option<ExitReason>> {
         self.inner.exit.clone()
+    }
+
+    async fn status(&self) -> Result<RunState, VmmError> {
+        let step = "asking for its state";
+        let answer = self.inner.run(step, "query-status", Value::Null).await?;
+        Ok(run_state(&answer))
     }
 
     async fn pause(&self) -> Result<(), VmmError> {
@@ -204,7 +218,7 @@ impl Machine for QemuMachine {
     }
 
     async fn save_template(&self, state: &Path) -> Result<(), VmmError> {
-        if self.inner.memory.private {
+        if self.inner.record().private_memory {
             let what = "only a machine that was booted becomes a template".to_owned();
             return Err(VmmError::Unsupported { what });
         }
@@ -212,14 +226,17 @@ impl Machine for QemuMachine {
     }
 
     async fn memory_delta(&self) -> Result<MemoryDelta, VmmError> {
-        let memory = &self.inner.memory;
-        if !memory.private {
+        let record = self.inner.record();
+        if !record.private_memory {
             let what = "a booted machine has no base file that its memory could differ from".to_owned();
             return Err(VmmError::Unsupported { what });
         }
         let opened = open_memory(&self.inner).await?;
-        let (file, bytes) = (memory.file.clone(), memory.bytes);
-        blocking(&memory.file, move || memory::read_delta(opened, &file, bytes)).await
+        let (file, bytes) = (record.memory_file.clone(), record.memory_bytes);
+        blocking(&record.memory_file, move || {
+            memory::read_delta(opened, &file, bytes)
+        })
+        .await
     }
 
     async fn freeze_disk(&self, new_top: &Path) -> Result<FrozenLayer, VmmError> {
@@ -255,17 +272,46 @@ impl Machine for QemuMachine {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        self.inner.kill.send_replace(true);
+        self.inner.give_order(Order::Kill);
         let mut exit = self.inner.exit.clone();
         let gone = exit.wait_for(Option::is_some);
         match tokio::time::timeout(GONE_WITHIN, gone).await {
-            Ok(_) => Ok(()),
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(_)) => Err(VmmError::Unsupported {
+                what: "the machine was detached, and is not this handle's to kill".to_owned(),
+            }),
             Err(_) => Err(VmmError::TimedOut {
                 command: "the kill".to_owned(),
                 seconds: GONE_WITHIN.as_secs(),
             }),
         }
     }
+
+    fn detach(&self) {
+        self.inner.give_order(Order::Detach);
+        if *self.inner.order.borrow() == Order::Detach {
+            self.inner.qmp.close();
+            self.inner.control.close();
+            self.inner.data.close();
+        }
+    }
+}
+
+/// From the answer to `query-status`.
+pub(super) fn run_state(answer: &Value) -> RunState {
+    match answer.get("running").and_then(Value::as_bool) {
+        Some(true) => RunState::Running,
+        _ => RunState::Paused,
+    }
+}
+
+/// Gives a file to the user that the monitor runs as.
+pub(super) async fn give(shared: &Shared, file: OwnedFd, uid: u32) -> Result<(), VmmError> {
+    let given = shared.privileges.give_file(file, uid).await;
+    given.map_err(|source| VmmError::Privilege {
+        step: "give a file to the monitor",
+        source,
+    })
 }
 
 pub(super) fn exited(step: &'static str, reason: Option<&ExitReason>) -> VmmError {
@@ -305,20 +351,24 @@ pub(super) struct Port {
 
 #[derive(Debug)]
 struct PortState {
-    /// Connected before QEMU ran, until it is asked for.
+    /// Connected before QEMU ran, until it is asked for; none if the machine was adopted.
     first: Option<UnixStream>,
     /// A second descriptor of the stream that was given out last, to end it with.
     given: Option<OwnedFd>,
 }
 
 impl Port {
-    pub(super) fn new(path: PathBuf, first: UnixStream) -> Self {
-        Self {
-            path,
-            state: Mutex::new(PortState {
-                first: Some(first),
-                given: None,
-            }),
+    pub(super) fn new(path: PathBuf, first: Option<UnixStream>) -> Self {
+        let state = Mutex::new(PortState { first, given: None });
+        Self { path, state }
+    }
+
+    /// Ends whatever is connected.
+    fn close(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.first = None;
+        if let Some(given) = state.given.take() {
+            rustix::net::shutdown(&given, rustix::net::Shutdown::Both).ok();
         }
     }
 

@@ -3,9 +3,15 @@
 //! A layer's header never names what it rests on: the driver says that to QEMU itself, so nothing that could get
 //! into a header is ever followed.
 
-use std::{io, io::Read, os::unix::fs::FileExt, path::Path};
+use std::{
+    io,
+    io::Read,
+    os::{fd::OwnedFd, unix::fs::FileExt},
+    path::Path,
+};
 
 use fs_err as fs;
+use fs_err::os::unix::fs::OpenOptionsExt;
 
 use crate::{VmmError, io_error};
 
@@ -24,8 +30,9 @@ const LARGEST: u64 = CLUSTER / 8 * PER_TABLE;
 /// Clusters of an empty file: header, refcount table, refcount block, first-level table.
 const CLUSTERS: u64 = 4;
 
-/// Writes a new, empty version-3 image of `size` bytes (a multiple of 512). Fails if the file exists.
-pub(super) fn create(path: &Path, size: u64) -> io::Result<()> {
+/// Writes a new, empty version-3 image of `size` bytes (a multiple of 512), for its maker alone, and answers it open.
+/// Fails if the file exists.
+pub(super) fn create(path: &Path, size: u64) -> io::Result<OwnedFd> {
     if !size.is_multiple_of(512) || size > LARGEST {
         let what = format!("{size} bytes is not a size a disk can have");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -53,6 +60,7 @@ pub(super) fn create(path: &Path, size: u64) -> io::Result<()> {
     let file = fs::OpenOptions::new()
         .write(true)
         .create_new(true)
+        .mode(0o600)
         .open(path)?
         .into_parts()
         .0;
@@ -62,7 +70,8 @@ pub(super) fn create(path: &Path, size: u64) -> io::Result<()> {
     let used = (0..CLUSTERS)
         .flat_map(|_| 1_u16.to_be_bytes())
         .collect::<Vec<_>>();
-    file.write_all_at(&used, 2 * CLUSTER)
+    file.write_all_at(&used, 2 * CLUSTER)?;
+    Ok(file.into())
 }
 
 /// Size of the disk that an image holds, in bytes: from the header of a qcow2 file, else the length of the raw file.

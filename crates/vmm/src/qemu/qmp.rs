@@ -2,18 +2,26 @@
 //!
 //! One task owns the socket. Commands go to it through a queue, so that a caller that goes away mid-way never leaves
 //! half a line behind. QEMU answers in the order of the commands, so none carries an id (each byte counts, see
-//! [`super`]). Of the events only two are of interest and kept as the newest value.
+//! [`super`]). Of the events only two are of interest and kept as the newest value. What an earlier client of the same
+//! QEMU left behind is gone when the next one connects: QEMU forgets half a line and commands that it has not begun.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::VecDeque,
+    io::{self, IoSlice},
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
+};
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::Interest,
     net::UnixStream,
     sync::{mpsc, oneshot, watch},
 };
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::VmmError;
 
@@ -30,6 +38,7 @@ pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone)]
 pub(super) struct Qmp {
     commands: mpsc::Sender<Queued>,
+    close: CancellationToken,
     shutdown: watch::Receiver<Option<String>>,
 }
 
@@ -38,6 +47,8 @@ type Answer = oneshot::Sender<Result<Value, String>>;
 #[derive(Debug)]
 struct Queued {
     line: Vec<u8>,
+    /// Goes along with the line.
+    file: Option<OwnedFd>,
     answer: Answer,
 }
 
@@ -72,12 +83,24 @@ impl Qmp {
     pub(super) fn new(stream: UnixStream, tasks: &TaskTracker) -> Self {
         let (commands, queue) = mpsc::channel(QUEUE);
         let (tell_shutdown, shutdown) = watch::channel(None);
+        let close = CancellationToken::new();
+        let closing = close.clone();
         tasks.spawn(async move {
-            if let Err(error) = serve(stream, queue, tell_shutdown).await {
+            let served = closing.run_until_cancelled(serve(stream, queue, tell_shutdown));
+            if let Some(Err(error)) = served.await {
                 tracing::debug!(%error, "the monitor's connection ended");
             }
         });
-        Self { commands, shutdown }
+        Self {
+            commands,
+            close,
+            shutdown,
+        }
+    }
+
+    /// Ends the connection; QEMU then waits for the next.
+    pub(super) fn close(&self) {
+        self.close.cancel();
     }
 
     /// Why the guest stopped for good, once it has: QEMU's word for it.
@@ -97,15 +120,19 @@ impl Qmp {
             Value::Null => json!({ "execute": name }),
             _ => json!({ "execute": name, "arguments": arguments }),
         };
+        self.queue(line.to_string().into_bytes(), None).await
+    }
+
+    /// Hands an open file over. The answer tells the `fdset-id` to name it by, as `/dev/fdset/ID`, until it is given
+    /// back with `remove-fd`.
+    pub(super) async fn send_file(&self, file: OwnedFd) -> Pending {
+        self.queue(br#"{"execute":"add-fd"}"#.to_vec(), Some(file)).await
+    }
+
+    async fn queue(&self, line: Vec<u8>, file: Option<OwnedFd>) -> Pending {
         let (answer, answered) = oneshot::channel();
         // A closed queue drops `answer`, which `Pending` sees.
-        self.commands
-            .send(Queued {
-                line: line.to_string().into_bytes(),
-                answer,
-            })
-            .await
-            .ok();
+        self.commands.send(Queued { line, file, answer }).await.ok();
         Pending { answered }
     }
 
@@ -133,34 +160,68 @@ impl Pending {
 }
 
 async fn serve(
-    mut stream: UnixStream,
+    stream: UnixStream,
     mut queue: mpsc::Receiver<Queued>,
     shutdown: watch::Sender<Option<String>>,
-) -> std::io::Result<()> {
+) -> io::Result<()> {
     let mut waiting = VecDeque::<Answer>::new();
     let mut buffer = Vec::with_capacity(4096);
-    let (mut reader, mut writer) = stream.split();
     loop {
         tokio::select! {
             queued = queue.recv() => {
-                let Some(Queued { line, answer }) = queued else { return Ok(()) };
+                let Some(Queued { line, file, answer }) = queued else { return Ok(()) };
                 waiting.push_back(answer);
-                writer.write_all(&line).await?;
+                write(&stream, &line, file).await?;
             }
-            read = reader.read_buf(&mut buffer) => {
-                if read? == 0 {
-                    return Ok(());
+            readable = stream.readable() => {
+                readable?;
+                match stream.try_read_buf(&mut buffer) {
+                    Ok(0) => return Ok(()),
+                    Ok(_) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                    Err(error) => return Err(error),
                 }
                 while let Some(end) = buffer.iter().position(|&b| b == b'\n') {
                     let line = buffer.drain(..=end).collect::<Vec<_>>();
                     take(serde_json::from_slice(&line)?, &mut waiting, &shutdown);
                 }
                 if buffer.len() > LONGEST_LINE {
-                    return Err(std::io::Error::other("a line of the monitor is too long"));
+                    return Err(io::Error::other("a line of the monitor is too long"));
                 }
             }
         }
     }
+}
+
+/// Writes a line; a file goes with its first bytes, as `SCM_RIGHTS`.
+async fn write(stream: &UnixStream, mut line: &[u8], mut file: Option<OwnedFd>) -> io::Result<()> {
+    while !line.is_empty() {
+        stream.writable().await?;
+        let sent = stream.try_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            let passed = file.as_ref().map(|file| [file.as_fd()]);
+            if let Some(passed) = &passed {
+                ancillary.push(SendAncillaryMessage::ScmRights(passed));
+            }
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            Ok(rustix::net::sendmsg(
+                stream,
+                &[IoSlice::new(line)],
+                &mut ancillary,
+                flags,
+            )?)
+        });
+        match sent {
+            Ok(sent) => {
+                line = line.get(sent..).unwrap_or_default();
+                file = None;
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn take(message: Message, waiting: &mut VecDeque<Answer>, shutdown: &watch::Sender<Option<String>>) {
@@ -220,6 +281,8 @@ impl QmpError {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
     #[tokio::test]

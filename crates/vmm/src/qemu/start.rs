@@ -128,9 +128,7 @@ pub(super) async fn start(
         log,
         process: Process::new(shared.privileges.clone(), spawned.identity, spawned.exit),
     };
-    shared
-        .tasks
-        .spawn(supervise(watched, qmp.clone(), orders, tell));
+    shared.tasks.spawn(supervise(watched, qmp.clone(), orders, tell));
     let record = MachineRecord {
         name: spec.name,
         uid: spec.uid,
