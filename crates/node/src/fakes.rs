@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -25,8 +25,8 @@ use space_node_manager::{
     ProcessIdentity, Spawned, SweepReport, VmmProcess,
 };
 use space_vmm::{
-    Capabilities, ExitReason, FrozenLayer, Machine, MachineSpec, MachineTemplate, MemoryDelta, PortStream,
-    StartMode, Vmm, VmmError,
+    Capabilities, ExitReason, FrozenLayer, Machine, MachineRecord, MachineSpec, MachineTemplate, MemoryDelta,
+    PortStream, RunState, StartMode, Vmm, VmmError,
 };
 use tokio::{
     net::UnixStream,
@@ -52,6 +52,9 @@ pub(crate) enum Fault {
     Hang,
 }
 
+/// Digest of the program that pretended machines run.
+const EXECUTABLE: &str = "00";
+
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct World {
@@ -65,6 +68,8 @@ pub(crate) struct World {
     /// Most machines that were being started at once.
     pub(crate) most_starts: AtomicUsize,
     starts: AtomicUsize,
+    /// Machines started so far, which tells their processes apart.
+    started: AtomicU64,
     /// Data sessions served so far.
     pub(crate) sessions: AtomicUsize,
     /// Whether the guests stay silent on the control port once greeted.
@@ -75,9 +80,11 @@ pub(crate) struct World {
     capabilities: Capabilities,
 }
 
-/// One pretended machine, known to the world while it lives.
+/// One pretended machine, known to the world while it lives, whoever holds its handle.
 #[derive(Debug)]
 pub(crate) struct Life {
+    /// What it is adopted by.
+    record: MachineRecord,
     exit: watch::Sender<Option<ExitReason>>,
     running: watch::Sender<bool>,
     pub(crate) guest: guest::Guest,
@@ -106,6 +113,7 @@ impl World {
             slowness: Mutex::default(),
             most_starts: AtomicUsize::new(0),
             starts: AtomicUsize::new(0),
+            started: AtomicU64::new(1),
             sessions: AtomicUsize::new(0),
             mute: AtomicBool::new(false),
             deleted_templates: Mutex::default(),
@@ -344,12 +352,34 @@ impl Vmm for PretendedVmm {
             let (exit, mut exited) = watch::channel(None);
             let (running, _) = watch::channel(false);
             let guest = guest::Guest::new(world.clone(), running.subscribe(), exit.subscribe());
-            let life = Arc::new(Life { exit, running, guest });
-            locked(&world.machines).insert(spec.name.as_str().to_owned(), life.clone());
-            let machine = PretendedMachine {
-                world: world.clone(),
-                life,
+            let StartMode::Restore { template, .. } = mode else {
+                unreachable!("checked above")
             };
+            let record = MachineRecord {
+                name: spec.name.clone(),
+                uid: spec.uid,
+                directory: spec.directory.clone(),
+                process: ProcessIdentity {
+                    pid: std::process::id(),
+                    start_ticks: world.started.fetch_add(1, Ordering::SeqCst),
+                },
+                executable: EXECUTABLE.to_owned(),
+                driver: world.capabilities.driver.to_owned(),
+                version: world.capabilities.version.clone(),
+                memory_file: template.memory,
+                memory_bytes: u64::from(spec.memory_mib) << 20,
+                private_memory: true,
+                disk_layers: spec.disk.iter().map(|layer| layer.path.clone()).collect(),
+                disk_bytes: 1 << 30,
+            };
+            let life = Arc::new(Life {
+                record,
+                exit,
+                running,
+                guest,
+            });
+            locked(&world.machines).insert(spec.name.as_str().to_owned(), life.clone());
+            let machine = PretendedMachine::new(world.clone(), life);
             tokio::select! {
                 stepped = world.step("start") => stepped.map_err(|source| VmmError::Io {
                     step: "start", path: spec.directory.clone(), source,
@@ -365,21 +395,96 @@ impl Vmm for PretendedVmm {
         world.starts.fetch_sub(1, Ordering::SeqCst);
         started
     }
+
+    async fn adopt(&self, record: MachineRecord) -> Result<Box<dyn Machine>, VmmError> {
+        self.0.step("adopt").await.map_err(|source| VmmError::Io {
+            step: "adopt",
+            path: record.directory.clone(),
+            source,
+        })?;
+        let known = self.0.life(record.name.as_str());
+        let Some(life) = known.filter(|life| life.record.process == record.process) else {
+            let detail = "is gone".to_owned();
+            return Err(VmmError::Exited {
+                step: "adopting",
+                reason: ExitReason::MonitorFailed { detail },
+            });
+        };
+        if record != life.record {
+            let what = format!("{record:?} is not {:?}", life.record);
+            return Err(VmmError::Unadoptable { what });
+        }
+        if let Some(reason) = life.exit.borrow().clone() {
+            let step = "adopting";
+            return Err(VmmError::Exited { step, reason });
+        }
+        Ok(Box::new(PretendedMachine::new(self.0.clone(), life)))
+    }
 }
 
+/// The handle. Like a driver's it tells of the machine's end itself, and falls silent when it lets go.
 #[derive(Debug)]
 struct PretendedMachine {
     world: Arc<World>,
     life: Arc<Life>,
+    /// `None` once detached.
+    exit: Arc<Mutex<Option<watch::Sender<Option<ExitReason>>>>>,
+    told: watch::Receiver<Option<ExitReason>>,
+    teller: tokio::task::AbortHandle,
+    /// Second descriptors of the streams that were given out, to end them with.
+    given: Mutex<Vec<OwnedFd>>,
 }
 
 impl Drop for PretendedMachine {
     fn drop(&mut self) {
-        self.life.exits(ExitReason::Killed);
+        self.teller.abort();
+        if let Some(exit) = locked(&self.exit).take() {
+            self.life.exits(ExitReason::Killed);
+            exit.send_replace(self.life.exit.borrow().clone());
+        }
     }
 }
 
 impl PretendedMachine {
+    fn new(world: Arc<World>, life: Arc<Life>) -> Self {
+        let (exit, told) = watch::channel(life.exit.borrow().clone());
+        let exit = Arc::new(Mutex::new(Some(exit)));
+        let (tell, mut ended) = (exit.clone(), life.exit.subscribe());
+        let teller = tokio::spawn(async move {
+            let Ok(reason) = ended.wait_for(Option::is_some).await.map(|reason| reason.clone()) else {
+                return;
+            };
+            if let Some(exit) = &*locked(&tell) {
+                exit.send_replace(reason);
+            }
+        });
+        Self {
+            world,
+            life,
+            exit,
+            told,
+            teller: teller.abort_handle(),
+            given: Mutex::default(),
+        }
+    }
+
+    /// A stream to the guest, whose other end is its.
+    fn connect(&self) -> (UnixStream, UnixStream) {
+        let (host, guest) = UnixStream::pair().expect("a socket pair");
+        let second = rustix::io::fcntl_dupfd_cloexec(&host, 3).expect("a descriptor");
+        locked(&self.given).push(second);
+        (host, guest)
+    }
+
+    /// Whether the handle still has the machine.
+    fn held(&self) -> Result<(), VmmError> {
+        if locked(&self.exit).is_some() {
+            return Ok(());
+        }
+        let what = "the machine was detached".to_owned();
+        Err(VmmError::Unsupported { what })
+    }
+
     async fn step(&self, step: &'static str) -> Result<(), VmmError> {
         self.world.step(step).await.map_err(|source| VmmError::Io {
             step,
@@ -392,23 +497,36 @@ impl PretendedMachine {
 #[async_trait]
 impl Machine for PretendedMachine {
     fn process(&self) -> ProcessIdentity {
-        ProcessIdentity {
-            pid: 1,
-            start_ticks: 2,
-        }
+        self.life.record.process
+    }
+
+    fn record(&self) -> MachineRecord {
+        self.life.record.clone()
     }
 
     fn exit(&self) -> watch::Receiver<Option<ExitReason>> {
-        self.life.exit.subscribe()
+        self.told.clone()
+    }
+
+    async fn status(&self) -> Result<RunState, VmmError> {
+        self.step("status").await?;
+        self.held()?;
+        Ok(match *self.life.running.borrow() {
+            true => RunState::Running,
+            false => RunState::Paused,
+        })
     }
 
     async fn pause(&self) -> Result<(), VmmError> {
+        self.step("pause").await?;
+        self.held()?;
         self.life.running.send_replace(false);
         Ok(())
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
         self.step("resume").await?;
+        self.held()?;
         self.life.running.send_replace(true);
         Ok(())
     }
@@ -431,14 +549,16 @@ impl Machine for PretendedMachine {
 
     async fn control_port(&self) -> Result<PortStream, VmmError> {
         self.step("control_port").await?;
-        let (host, guest) = UnixStream::pair().expect("a socket pair");
+        self.held()?;
+        let (host, guest) = self.connect();
         self.life.guest.control(guest);
         Ok(PortStream::Unix(host))
     }
 
     async fn data_port(&self) -> Result<PortStream, VmmError> {
         self.step("data_port").await?;
-        let (host, guest) = UnixStream::pair().expect("a socket pair");
+        self.held()?;
+        let (host, guest) = self.connect();
         self.life.guest.data(guest);
         Ok(PortStream::Unix(host))
     }
@@ -449,8 +569,19 @@ impl Machine for PretendedMachine {
 
     async fn kill(&self) -> Result<(), VmmError> {
         self.step("kill").await?;
+        self.held()?;
         self.life.exits(ExitReason::Killed);
+        self.told.clone().wait_for(Option::is_some).await.ok();
         Ok(())
+    }
+
+    fn detach(&self) {
+        if self.life.exit.borrow().is_none() {
+            locked(&self.exit).take();
+            for stream in locked(&self.given).drain(..) {
+                rustix::net::shutdown(&stream, rustix::net::Shutdown::Both).ok();
+            }
+        }
     }
 }
 
