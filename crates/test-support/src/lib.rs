@@ -1,5 +1,5 @@
-//! For tests only: a platform of one's own, `space up` as a child process on port 0 in a temporary directory, and a
-//! look at what it has left on the machine.
+//! For tests only: a platform of one's own, `space up` as a child process on port 0 in a temporary directory with its node
+//! manager and node, ways to kill each of them, and a look at what it has left on the machine.
 //!
 //! What a test needs and the machine lacks makes it skip, loudly: see [`prerequisites`].
 
@@ -8,6 +8,8 @@
     reason = "tests say why they skip, and what a platform said before it failed"
 )]
 
+mod census;
+mod processes;
 mod remains;
 mod terminal;
 
@@ -20,11 +22,15 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-pub use remains::Remains;
+pub use census::{Census, Difference};
+pub use processes::{Part, Process};
+pub use remains::{Remains, forget};
 pub use terminal::Terminal;
 
 /// How long a platform may take to be ready; with the template there, it takes a second or two.
 const READY_LIMIT: Duration = Duration::from_secs(120);
+/// How long one of its processes may take to end, or to be started again.
+const PART_LIMIT: Duration = Duration::from_secs(20);
 /// How long it may take to stop in order.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
@@ -295,15 +301,103 @@ impl Platform {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text:.2000}"))
     }
 
-    /// Kills it with a signal that it cannot see.
+    /// Kills `space up` with a signal that it cannot see, and waits until the processes that it kept running are gone
+    /// too. Its machines live on.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run, or its children outlive it.
+    pub fn kill(&mut self) {
+        let children = processes::of_platform(&self.data_directory());
+        let mut child = self.child.take().expect("it runs");
+        child.kill().expect("it can be killed");
+        child.wait().expect("it can be waited for");
+        eventually("the end of the children", PART_LIMIT, || {
+            (!children.iter().any(Process::lives)).then_some(())
+        });
+    }
+
+    /// The same, all three at once.
     ///
     /// # Panics
     ///
     /// If it does not run.
-    pub fn kill(&mut self) {
+    pub fn kill_all(&mut self) {
+        for process in processes::of_platform(&self.data_directory()) {
+            process.kill();
+        }
         let mut child = self.child.take().expect("it runs");
-        child.kill().expect("it can be killed");
         child.wait().expect("it can be waited for");
+    }
+
+    /// The process of `space up`.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run.
+    pub fn supervisor(&self) -> Process {
+        let child = self.child.as_ref().expect("it runs");
+        Process::of(child.id()).expect("it is there")
+    }
+
+    /// One of its processes, waiting for a moment for one that is just being started again.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
+    pub fn part(&self, part: Part) -> Process {
+        let supervisor = self.supervisor().pid;
+        eventually("a process of the platform", PART_LIMIT, || {
+            processes::child_of(supervisor, part)
+        })
+    }
+
+    /// Kills one of its processes, and waits until another has taken its place.
+    ///
+    /// # Panics
+    ///
+    /// If none does.
+    pub fn kill_part(&self, part: Part) {
+        let before = self.part(part);
+        before.kill();
+        eventually("another process in its place", PART_LIMIT, || {
+            (self.part(part) != before).then_some(())
+        });
+    }
+
+    /// Its monitors, those of machines made ahead included.
+    pub fn monitors(&self) -> Vec<Process> {
+        processes::monitors(&self.installation)
+    }
+
+    /// The monitor of one sandbox.
+    ///
+    /// # Panics
+    ///
+    /// If the sandbox has none.
+    pub fn monitor_of(&self, sandbox: &str) -> Process {
+        let record = self.json(&["sandbox", "inspect", sandbox]);
+        let machine = record["machine"]
+            .as_str()
+            .expect("it tells its machine")
+            .to_owned();
+        let name = format!("space-{machine}");
+        let monitor = self.monitors().into_iter().find(|process| {
+            let named = |argument: &String| argument.split(',').any(|part| part == name);
+            process.arguments.iter().any(named)
+        });
+        monitor.unwrap_or_else(|| panic!("there is no monitor of {machine}"))
+    }
+
+    /// What it has on this machine now.
+    pub fn remains(&self) -> Remains {
+        Remains::of(&self.installation, &self.data_directory())
+    }
+
+    /// Adds arguments of `space up` for the next start.
+    pub fn add_arguments(&mut self, arguments: &[&str]) {
+        self.arguments
+            .extend(arguments.iter().map(|&each| each.to_owned()));
     }
 
     /// Stops it in order.
@@ -348,6 +442,12 @@ impl Drop for Platform {
                 drop(child.kill());
                 drop(child.wait());
             }
+        }
+        // Machines outlive everything else: what a test has left running is ended by name.
+        if !self.monitors().is_empty() {
+            let mut down = Command::new(&self.space);
+            down.arg("down").arg("--data-dir").arg(self.data_directory());
+            drop(down.stdout(Stdio::null()).status());
         }
         remains::forget(&self.installation);
     }
