@@ -1,8 +1,8 @@
 //! The sandbox manager: owns each sandbox's life on one machine.
 //!
 //! [`Node`] is the seam towards the control plane; today it is called in process. [`NodeManager`] is what stands behind
-//! it: start reading at `sandbox.rs`, which holds the state diagram, then `create.rs` for the steps and `remains.rs` for
-//! undoing them.
+//! it: start reading at `sandbox.rs`, which holds the state diagram, then `create.rs` and `provision.rs` for the steps and
+//! `remains.rs` for undoing them.
 
 #![forbid(unsafe_code)]
 
@@ -15,6 +15,7 @@ mod link;
 mod lock;
 mod manager;
 mod network_pool;
+mod provision;
 mod registry;
 mod remains;
 mod sandbox;
@@ -24,6 +25,7 @@ mod templates;
 mod uids;
 mod usage;
 mod volume_templates;
+mod worker;
 
 #[cfg(test)]
 mod fakes;
@@ -38,7 +40,7 @@ pub use lock::LockError;
 pub use manager::NodeManager;
 pub use seam::{
     CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
-    TemplateInfo, TunnelError, TunnelStream, Usage,
+    TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
 };
 pub use start_up::OpenError;
 pub use templates::{Lease, ResolvedTemplate, StartingPoint, TemplateError, Templates};

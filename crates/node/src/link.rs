@@ -9,9 +9,14 @@
 //! One data session belongs to one control connection, for the nonce is used once. Opening is done by one task at a
 //! time, which goes on when the caller that wanted it has gone; everyone else waits for its outcome.
 
+mod control;
+
 use std::{
     future::Future,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -35,6 +40,8 @@ use crate::{
 
 /// Largest answer that is read whole, bytes.
 const MOST_ANSWER: usize = 64 * 1024;
+/// Generation of a machine that is nobody's yet.
+const NOBODY: u64 = 0;
 /// Set by the daemon on its answer when nothing listens on the port of a tunnel.
 const PORT_CLOSED: &str = "space-port-closed";
 
@@ -169,7 +176,8 @@ struct Session {
 #[derive(Debug)]
 pub(crate) struct Link {
     machine: Arc<dyn Machine>,
-    generation: u64,
+    /// Of the life that the machine has become.
+    generation: AtomicU64,
     owner: Owner,
     /// For one question.
     limit: Duration,
@@ -185,21 +193,45 @@ async fn open_control(machine: &dyn Machine, generation: u64) -> Result<HostCont
 }
 
 impl Link {
-    /// Lets a paused, just restored machine run and gives it its identity; returns when the daemon has acknowledged it.
-    ///
-    /// Hello and identity are written before the machine runs, so that the daemon finds them at its first look.
-    pub(crate) async fn greet(
+    async fn open_control(&self) -> Result<HostControl, LinkError> {
+        open_control(self.machine.as_ref(), self.generation.load(Ordering::Relaxed)).await
+    }
+
+    /// Opens the control port of a machine that need not run yet, and writes the hello.
+    pub(crate) async fn open(
         machine: Arc<dyn Machine>,
-        hostname: &str,
-        generation: u64,
-        secrets: &Secrets,
         owner: Owner,
         limit: Duration,
     ) -> Result<Arc<Self>, LinkError> {
-        let begun = Instant::now();
-        let control = open_control(machine.as_ref(), generation).await?;
+        let control = open_control(machine.as_ref(), NOBODY).await?;
+        let session = Session {
+            control: Arc::new(control),
+            nonce_used: false,
+            data: None,
+        };
+        Ok(Arc::new(Self {
+            machine,
+            generation: AtomicU64::new(NOBODY),
+            owner,
+            limit,
+            session: Arc::new(Mutex::new(session)),
+        }))
+    }
+
+    /// Lets a machine that stands still run and gives it its identity; returns when the daemon has acknowledged it.
+    ///
+    /// The identity is written before the machine runs, so that the daemon finds it at its first look.
+    pub(crate) async fn identify(
+        &self,
+        hostname: &str,
+        generation: u64,
+        secrets: &Secrets,
+    ) -> Result<(), LinkError> {
+        let (begun, limit) = (Instant::now(), self.limit);
+        self.generation.store(generation, Ordering::Relaxed);
+        let control = self.session.lock().await.control.clone();
         let resume = async {
-            machine
+            self.machine
                 .resume()
                 .await
                 .map_err(|source| LinkError::Resume { source })?;
@@ -224,18 +256,7 @@ impl Link {
             identified_ms,
             "the daemon has its identity"
         );
-        let session = Session {
-            control: Arc::new(control),
-            nonce_used: false,
-            data: None,
-        };
-        Ok(Arc::new(Self {
-            machine,
-            generation,
-            owner,
-            limit,
-            session: Arc::new(Mutex::new(session)),
-        }))
+        Ok(())
     }
 
     /// The data session, opened if there is none that works.
@@ -251,17 +272,17 @@ impl Link {
             let stop = link.owner.stop.clone();
             tokio::select! {
                 () = stop.cancelled() => Err(LinkError::Ended),
-                opened = link.open(session) => opened,
+                opened = link.open_session(session) => opened,
             }
         });
         opening.await.unwrap_or(Err(LinkError::Ended))
     }
 
-    async fn open(&self, mut session: OwnedMutexGuard<Session>) -> Result<DataStream, LinkError> {
+    async fn open_session(&self, mut session: OwnedMutexGuard<Session>) -> Result<DataStream, LinkError> {
         if session.nonce_used || session.control.is_closed() {
             // Dropped first: the old connection must not outlive the new one's hello.
             session.data = None;
-            session.control = Arc::new(open_control(self.machine.as_ref(), self.generation).await?);
+            session.control = Arc::new(self.open_control().await?);
             session.nonce_used = false;
         }
         session.control.greeted(self.limit).await?;
@@ -305,7 +326,7 @@ impl Link {
             let control = {
                 let mut session = self.session.lock().await;
                 if session.control.is_closed() {
-                    let control = Arc::new(open_control(self.machine.as_ref(), self.generation).await?);
+                    let control = Arc::new(self.open_control().await?);
                     *session = Session {
                         control,
                         nonce_used: false,

@@ -1,4 +1,4 @@
-//! What a sandbox has on the host, and taking it away again.
+//! What a worker, or the sandbox it has become, has on the host, and taking it away again.
 //!
 //! Everything is noted here before it is made, and every removal is idempotent, so undoing a create that failed at any
 //! step, ending a sandbox and retrying what could not be removed are the same act.
@@ -22,6 +22,8 @@ const BACKGROUND_RETRY: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Remains {
     pub(crate) name: ObjectName,
+    /// Ends the tasks that serve its link.
+    pub(crate) stop: CancellationToken,
     pub(crate) machine: Option<Arc<dyn Machine>>,
     pub(crate) group: bool,
     pub(crate) network: Option<ObjectName>,
@@ -33,12 +35,19 @@ impl Remains {
     pub(crate) fn new(name: ObjectName) -> Self {
         Self {
             name,
+            stop: CancellationToken::new(),
             machine: None,
             group: false,
             network: None,
             directories: Vec::new(),
             uid: None,
         }
+    }
+
+    /// Takes over what is noted; what stays behind is empty.
+    pub(crate) fn taken_from(noted: &mut Self) -> Self {
+        let empty = Self::new(noted.name.clone());
+        std::mem::replace(noted, empty)
     }
 
     /// Whether nothing is left.
@@ -52,6 +61,7 @@ impl Remains {
 
     /// Ends the machine and reads what it has used.
     pub(crate) async fn kill(&mut self, privileges: &dyn Privileges) -> GroupUsage {
+        self.stop.cancel();
         let machine = async {
             match &self.machine {
                 None => true,
@@ -75,7 +85,7 @@ impl Remains {
             return GroupUsage::default();
         }
         privileges.group_usage(&self.name).await.unwrap_or_else(|error| {
-            tracing::warn!(sandbox = %self.name, error = %chain(&error), "its use could not be read");
+            tracing::warn!(worker = %self.name, error = %chain(&error), "its use could not be read");
             GroupUsage::default()
         })
     }
@@ -138,7 +148,7 @@ impl Remains {
             }
         };
         if tokio::time::timeout(limit, attempts).await.is_err() {
-            tracing::error!(sandbox = %self.name, ?self, "parts of a sandbox are left; retrying in the background");
+            tracing::error!(worker = %self.name, ?self, "parts of a sandbox are left; retrying in the background");
         }
         usage
     }
@@ -148,7 +158,7 @@ fn done<E: std::error::Error>(name: &ObjectName, what: &str, result: Result<(), 
     match result {
         Ok(()) => true,
         Err(error) => {
-            tracing::warn!(sandbox = %name, what, error = %chain(&error), "could not be removed");
+            tracing::warn!(worker = %name, what, error = %chain(&error), "could not be removed");
             false
         }
     }

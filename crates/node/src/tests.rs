@@ -14,7 +14,7 @@ use space_api::id::{ProjectId, SandboxId};
 
 use crate::{
     CreateSandbox, Node as _, NodeConfig, NodeManager, OpenError,
-    fakes::{PretendedVmm, World},
+    fakes::{Life, PretendedVmm, World},
 };
 
 /// Limit of every wait in these tests.
@@ -78,6 +78,13 @@ impl Fixture {
         }
     }
 
+    /// The pretended machine of a sandbox.
+    fn life(&self, id: &SandboxId) -> Option<Arc<Life>> {
+        let handle = self.node.shared.registry.find(id)?;
+        let worker = handle.view.borrow().worker.clone();
+        self.world.life(worker.as_str())
+    }
+
     /// What there is of sandboxes, beside the networks made ahead.
     fn leftovers(&self) -> Vec<String> {
         let mut left: Vec<_> = self
@@ -119,6 +126,7 @@ fn request() -> CreateSandbox {
         generation: 1,
         environment: BTreeMap::new(),
         deadline: Timestamp::now() + 1.hour(),
+        on_idle: None,
     }
 }
 

@@ -126,7 +126,7 @@ async fn a_killed_monitor_and_a_guest_that_powers_off_are_told_apart() {
     within(stack.node.create(off.clone())).await.expect("is created");
     let data = within(stack.node.data(&killed.id)).await.expect("opens");
 
-    let monitor = stack.monitor(&killed.id).expect("it runs");
+    let monitor = stack.monitor(&killed.id).await.expect("it runs");
     rustix::process::kill_process(monitor, rustix::process::Signal::KILL).expect("ours");
     let cause = ended(&stack, &killed.id).await;
     assert!(
@@ -197,7 +197,7 @@ async fn creates_and_deletes_with_random_kills_leave_nothing() {
                     if (lane + round) % 3 == 0 {
                         let at = rand::random::<u64>() % 120;
                         tokio::time::sleep(Duration::from_millis(at)).await;
-                        if let Some(monitor) = stack.monitor(&id) {
+                        if let Some(monitor) = stack.monitor(&id).await {
                             // It may have ended by itself just now.
                             rustix::process::kill_process(monitor, rustix::process::Signal::KILL).ok();
                         }

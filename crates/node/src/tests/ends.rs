@@ -54,11 +54,7 @@ async fn each_exit_of_the_machine_is_a_typed_cause_and_ends_the_streams() {
             .await
             .expect("is created");
         let data = within(fixture.node.data(&request.id)).await.expect("opens");
-        fixture
-            .world
-            .life(request.id.as_str())
-            .expect("lives")
-            .exits(reason);
+        fixture.life(&request.id).expect("lives").exits(reason);
         let end = end_of(&fixture, &request.id).await;
         assert_eq!(end.cause, cause);
         assert_eq!(fixture.leftovers(), Vec::<String>::new());

@@ -37,7 +37,7 @@ async fn a_sandbox_lives_from_create_to_delete() {
     assert_eq!(within(events.recv()).await, Ok(SandboxEvent::Ready(status)));
 
     let token = node.guest_token(&id).await.expect("lives");
-    let guest = fixture.world.life(id.as_str()).expect("lives");
+    let guest = fixture.life(&id).expect("lives");
     {
         let known = locked(&guest.guest.known);
         let [identity] = &known.identities[..] else {
@@ -146,12 +146,7 @@ async fn a_broken_data_session_is_reopened_once_for_everyone() {
             );
         }
         let data = node.data(&id).await.expect("is open");
-        fixture
-            .world
-            .life(id.as_str())
-            .expect("lives")
-            .guest
-            .break_session();
+        fixture.life(&id).expect("lives").guest.break_session();
         until("the session is seen to be broken", || data.is_closed()).await;
     }
     let tunnel = within(node.tunnel(&id, ECHO_PORT)).await;

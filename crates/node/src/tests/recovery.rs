@@ -26,7 +26,7 @@ async fn a_second_manager_is_refused_and_does_no_harm() {
         "{second:?}"
     );
     assert!(
-        fixture.world.life(request.id.as_str()).is_some(),
+        fixture.life(&request.id).is_some(),
         "its machine was swept"
     );
     within(fixture.node.data(&request.id)).await.expect("it lives on");

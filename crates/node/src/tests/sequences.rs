@@ -93,7 +93,7 @@ async fn play(acts: Vec<Act>) {
                 });
             }
             Act::Exit(at) => {
-                if let Some(life) = fixture.world.life(ids[at].as_str()) {
+                if let Some(life) = fixture.life(&ids[at]) {
                     life.exits(ExitReason::GuestShutdown);
                 }
             }

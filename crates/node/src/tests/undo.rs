@@ -6,11 +6,10 @@ use super::*;
 use crate::{NodeError, fakes::Fault, locked};
 
 /// Every step of a create that acts on the host or speaks to the guest, in order.
-const STEPS: [&str; 13] = [
+const STEPS: [&str; 12] = [
     "ensure_machine",
     "create_network",
     "create_group",
-    "create_directory",
     "create_disk_layer",
     "give_file",
     "start",
@@ -96,7 +95,7 @@ async fn each_step_that_panics_is_undone() {
 
 #[tokio::test]
 async fn a_full_disk_is_no_capacity() {
-    for step in ["create_directory", "create_disk_layer"] {
+    for step in ["create_network", "create_disk_layer"] {
         let fixture = fixture_with(step, Fault::Full).await;
         let failed = within(fixture.node.create(request())).await;
         assert!(
@@ -153,7 +152,7 @@ async fn a_create_that_takes_too_long_says_where() {
 async fn what_cannot_be_removed_in_time_is_removed_later_and_its_user_id_stays_taken() {
     let fixture = Fixture::with(|config| config.limits.stop = Duration::from_millis(100)).await;
     let request = request();
-    within(fixture.node.create(request.clone()))
+    let status = within(fixture.node.create(request.clone()))
         .await
         .expect("is created");
     fixture.world.inject("delete_group", Fault::Fail);
@@ -163,7 +162,7 @@ async fn what_cannot_be_removed_in_time_is_removed_later_and_its_user_id_stays_t
     assert_eq!(end.cause, EndCause::Deleted);
     assert_eq!(
         fixture.leftovers(),
-        [format!("group {}", request.id), "1 user ids".to_owned()]
+        [format!("group {}", status.machine), "1 user ids".to_owned()]
     );
     fixture.world.mend();
     tokio::time::timeout(Duration::from_secs(20), async {
