@@ -2,6 +2,8 @@
 
 use std::{ops::Range, path::PathBuf, time::Duration};
 
+use crate::fault::FaultPoints;
+
 /// Configuration of a [`crate::NodeManager`].
 #[derive(Debug, Clone)]
 pub struct NodeConfig {
@@ -30,6 +32,8 @@ pub struct NodeConfig {
     pub networks_ahead: usize,
     /// Time limits.
     pub limits: Limits,
+    /// For tests.
+    pub faults: FaultPoints,
 }
 
 /// How long anything may take, and how often the periodic things happen.
@@ -81,6 +85,7 @@ impl NodeConfig {
             uids: 200_000..204_096,
             networks_ahead: 8,
             limits: Limits::default(),
+            faults: FaultPoints::default(),
         }
     }
 }

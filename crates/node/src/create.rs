@@ -1,12 +1,12 @@
 //! The steps from an admitted request to a usable sandbox.
 //!
 //! ```text
-//!  journal ─────────────── durable ─────────────────────────┐
-//!  provision: a worker that stands still ─► claim: identity ─┴─► environment ─► usable
+//!                                       ┌─► journal: durable ─┐
+//!  provision: a worker that stands still ─┴─► claim: identity ───┴─► environment ─► usable
 //! ```
 //!
-//! The journal is written beside the steps, because a life of which no record became durable was never promised to
-//! anyone, and whatever it made is owned by name and swept. A step that acts on the host is never dropped half-way: when
+//! The journal is written while the guest takes its identity, because a life of which no record became durable was never
+//! promised to anyone, and whatever it made is owned by name and swept. A step that acts on the host is never dropped half-way: when
 //! the sandbox is told to end, the current one finishes (its machine is killed meanwhile) and the next does not begin.
 
 use std::time::Instant;
@@ -15,7 +15,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     failure::Failure,
-    journal::Beginning,
     provision::{CPU_WEIGHT, Order},
     sandbox::Sandbox,
     templates::StartingPoint,
@@ -50,27 +49,7 @@ pub(crate) async fn create(
     cancel: &CancellationToken,
 ) -> Result<Born, Failure> {
     let mut timings = Timings::default();
-    let record = async {
-        let recorded = sandbox.shared.journal.begin(Beginning {
-            id: sandbox.request.id.clone(),
-            generation: sandbox.request.generation,
-            project: sandbox.request.project.clone(),
-            template: sandbox.resolved.name.clone(),
-            size: sandbox.size.to_string(),
-            at: sandbox.accepted_at,
-        });
-        let recorded = recorded.await.map_err(Failure::from);
-        if recorded.is_err() {
-            cancel.cancel();
-        }
-        (recorded, milliseconds(sandbox.accepted))
-    };
-    // Not `try_join!`: that would drop the other half in the middle of an act.
-    let ((recorded, recorded_ms), started) =
-        tokio::join!(record, start(sandbox, point, cancel, &mut timings));
-    recorded?;
-    let worker = started?;
-    timings.recorded = recorded_ms;
+    let worker = start(sandbox, point, cancel, &mut timings).await?;
 
     if !sandbox.request.environment.is_empty() {
         sandbox.progress.at("setting its environment");
@@ -113,8 +92,22 @@ async fn start(
 
     sandbox.progress.at("greeting the daemon");
     let (id, generation) = (sandbox.request.id.as_str(), sandbox.request.generation);
-    interruptible(cancel, worker.claim(id, generation, &sandbox.secrets)).await??;
-    timings.greeted = milliseconds(sandbox.accepted);
+    let claim = async {
+        let claimed = interruptible(cancel, worker.claim(id, generation, &sandbox.secrets)).await;
+        (claimed, milliseconds(sandbox.accepted))
+    };
+    let record = async {
+        let recorded = shared.journal.begin(sandbox.beginning(&worker)).await.map_err(Failure::from);
+        if recorded.is_err() {
+            cancel.cancel();
+        }
+        (recorded, milliseconds(sandbox.accepted))
+    };
+    let ((recorded, recorded_ms), (claimed, greeted_ms)) = tokio::join!(record, claim);
+    recorded?;
+    claimed??;
+    timings.recorded = recorded_ms;
+    timings.greeted = greeted_ms;
     Ok(worker)
 }
 

@@ -3,58 +3,54 @@
 //! One task owns the connection. Requests that wait while it commits are taken together into the next transaction, so
 //! that many creates at once share one flush.
 //!
-//! The journal is not needed to clean up (everything on the host is owned by name and can be swept); it is what tells
-//! the causes of ends to a control plane that was away, and what refuses an old generation.
+//! Cleaning up does not need the journal (everything on the host is owned by name and can be swept). It tells the next
+//! start which machines are worth keeping, refuses an old generation, and tells the causes of ends to a control plane that
+//! was away. Each transition is written as begun before it acts and as done afterwards, so that what a crash has cut off
+//! is known, and finished or undone:
+//!
+//! | durable | means | the next start |
+//! |---|---|---|
+//! | nothing | a machine is being made, for nobody yet | sweeps it by name |
+//! | creating | it has a machine; perhaps its identity, perhaps its environment | with the identity: finishes the create; without: ends it |
+//! | running | usable, or being let run after a pause | lets it run, should it stand still |
+//! | pausing | its machine is being stopped | undoes that: lets it run |
+//! | paused | its machine stands still | keeps it so; one that runs was being resumed: lets it run |
+//! | stopping | it is to end for the cause given | ends it for that cause |
+//! | ended | nothing is left | nothing |
+//!
+//! A create is one durable write, made while the guest takes its identity. A resume is one as well, made while the machine
+//! begins to run: whichever of the two is first, the table gives the same answer.
 
-use std::path::{Path, PathBuf};
+mod format;
+mod rows;
 
+use std::{
+    collections::BTreeMap,
+    panic::AssertUnwindSafe,
+    path::{Path, PathBuf},
+};
+
+use futures_util::FutureExt as _;
 use jiff::Timestamp;
 use space_api::{
     id::{ProjectId, SandboxId},
-    lifecycle::EndCause,
+    lifecycle::{EndCause, IdlePolicy},
+    size::SizeClass,
 };
-use sqlx::{
-    ConnectOptions as _, Connection as _, Row as _, SqliteConnection,
-    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteRow, SqliteSynchronous},
-};
+use space_node_manager::ObjectName;
+use space_vmm::MachineRecord;
+use sqlx::{Connection as _, SqliteConnection};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::TaskTracker;
 
-use crate::seam::EndRecord;
+use crate::{fault::FaultPoints, seam::EndRecord};
 
 /// Requests that may wait; senders wait when it is full.
 const QUEUE: usize = 1024;
 /// Most requests in one transaction.
 const BATCH: usize = 256;
-/// Ends older than this many days are forgotten.
-const KEEP_DAYS: i64 = 7;
-/// Most ends kept.
-const KEEP_ROWS: i64 = 100_000;
-/// Most ends in one answer.
-const MOST_ENDS: i64 = 10_000;
-/// Ends between two prunings.
-const PRUNE_EVERY: u32 = 1000;
-
-const SCHEMA: &str = "
-CREATE TABLE IF NOT EXISTS lives (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL,
-    generation INTEGER NOT NULL,
-    project TEXT NOT NULL,
-    template TEXT NOT NULL,
-    size TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('creating', 'running', 'ended')),
-    process TEXT,
-    started_us INTEGER NOT NULL,
-    ended_us INTEGER,
-    cause TEXT,
-    cpu_us INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (id, generation)
-) STRICT;
-CREATE INDEX IF NOT EXISTS lives_ended ON lives (ended_us, seq) WHERE ended_us IS NOT NULL;
-CREATE INDEX IF NOT EXISTS lives_live ON lives (state) WHERE state != 'ended';
-PRAGMA user_version = 1;
-";
+/// Writes between two prunings.
+const PRUNE_EVERY: usize = 1000;
 
 /// What can go wrong with the journal.
 #[derive(Debug, thiserror::Error)]
@@ -70,7 +66,8 @@ pub enum JournalError {
     },
     /// Written by a newer version of this program.
     #[error(
-        "the journal {path} has format {found}, this program knows 1: use the newer program or move the file away"
+        "the journal {path} has format {found}, this program knows {}: use the newer program or move the file away",
+        format::FORMAT
     )]
     TooNew {
         /// Which file.
@@ -103,32 +100,86 @@ pub enum JournalError {
     Closed,
 }
 
-/// A life that begins.
-#[derive(Debug, Clone)]
-pub(crate) struct Beginning {
+/// A life that goes on: everything that another process needs to take it over.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Life {
     pub(crate) id: SandboxId,
     pub(crate) generation: u64,
     pub(crate) project: ProjectId,
     pub(crate) template: String,
-    pub(crate) size: String,
-    pub(crate) at: Timestamp,
+    pub(crate) template_digest: String,
+    pub(crate) size: SizeClass,
+    pub(crate) started_at: Timestamp,
+    pub(crate) deadline: Timestamp,
+    pub(crate) on_idle: Option<IdlePolicy>,
+    pub(crate) guest_token: String,
+    /// What is still to be given to the guest; empty once it is usable.
+    pub(crate) environment: BTreeMap<String, String>,
+    pub(crate) machine: MachineRecord,
+    pub(crate) network: Option<ObjectName>,
+    pub(crate) ready_ms: Option<f64>,
+    pub(crate) state: Recorded,
 }
+
+/// What was begun last; see the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Recorded {
+    Creating,
+    Running,
+    Pausing,
+    Paused(Timestamp),
+    Stopping(EndCause),
+}
+
+/// A change to a life that goes on.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Change {
+    /// It is usable, for the first time or again.
+    Running { ready_ms: Option<f64> },
+    /// Its machine is about to be stopped.
+    Pausing,
+    /// Its machine stands still.
+    Paused(Timestamp),
+    /// It is about to be taken apart.
+    Stopping(EndCause),
+    /// It has another deadline.
+    Deadline(Timestamp),
+}
+
+type Reply<T = ()> = oneshot::Sender<Result<T, JournalError>>;
 
 #[derive(Debug)]
 enum Request {
-    Begin(Beginning, oneshot::Sender<Result<(), JournalError>>),
-    Run {
+    Begin(Box<Life>, Reply),
+    Change {
         id: SandboxId,
         generation: u64,
-        process: String,
+        change: Change,
+        reply: Option<Reply>,
     },
-    End(EndRecord, oneshot::Sender<Result<(), JournalError>>),
-    EndOf(
-        SandboxId,
-        oneshot::Sender<Result<Option<EndRecord>, JournalError>>,
-    ),
-    EndsSince(Timestamp, oneshot::Sender<Result<Vec<EndRecord>, JournalError>>),
+    End(EndRecord, Reply),
+    EndOf(SandboxId, Reply<Option<EndRecord>>),
+    EndsSince(Timestamp, Reply<Vec<EndRecord>>),
     Close,
+}
+
+impl Request {
+    /// Names the write in fault points.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Begin(..) => "begin",
+            Self::Change { change, .. } => match change {
+                Change::Running { .. } => "running",
+                Change::Pausing => "pausing",
+                Change::Paused(_) => "paused",
+                Change::Stopping(_) => "stopping",
+                Change::Deadline(_) => "deadline",
+            },
+            Self::End(..) => "end",
+            Self::EndOf(..) | Self::EndsSince(..) => "read",
+            Self::Close => "close",
+        }
+    }
 }
 
 /// Speaks to the journal's task. The task ends when it is closed or all clones are gone.
@@ -138,67 +189,54 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens or makes the journal, marks every life that was going on as ended by the platform's restart, and says how
-    /// many these were.
-    pub(crate) async fn open(path: &Path, tracker: &TaskTracker) -> Result<(Self, u64), JournalError> {
+    /// Opens or makes the journal and reads the lives that were going on.
+    pub(crate) async fn open(
+        path: &Path,
+        tracker: &TaskTracker,
+        faults: FaultPoints,
+    ) -> Result<(Self, Vec<Life>), JournalError> {
         let failed = |source| JournalError::Open {
             path: path.to_owned(),
             source,
         };
-        let mut connection = SqliteConnectOptions::new()
-            .filename(path)
-            .create_if_missing(true)
-            .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
-            .connect()
-            .await
-            .map_err(failed)?;
-        let found: i64 = sqlx::query_scalar("PRAGMA user_version")
-            .fetch_one(&mut connection)
-            .await
-            .map_err(failed)?;
-        if found > 1 {
-            return Err(JournalError::TooNew {
-                path: path.to_owned(),
-                found,
-            });
-        }
-        sqlx::raw_sql(SCHEMA)
-            .execute(&mut connection)
-            .await
-            .map_err(failed)?;
-        let restarted = serde_json::to_string(&EndCause::PlatformRestarted).unwrap_or_default();
-        let ended =
-            sqlx::query("UPDATE lives SET state = 'ended', ended_us = ?, cause = ? WHERE state != 'ended'")
-                .bind(Timestamp::now().as_microsecond())
-                .bind(restarted)
-                .execute(&mut connection)
-                .await
-                .map_err(failed)?
-                .rows_affected();
-        prune(&mut connection).await.map_err(failed)?;
+        let mut connection = format::open(path).await?;
+        let lives = rows::live(&mut connection).await.map_err(failed)?;
+        rows::prune(&mut connection).await.map_err(failed)?;
         let (requests, queue) = mpsc::channel(QUEUE);
-        tracker.spawn(serve(connection, queue));
-        Ok((Self { requests }, ended))
+        tracker.spawn(serve(connection, queue, faults));
+        Ok((Self { requests }, lives))
     }
 
-    /// Records a life before anything is made for it. The answer says that the record is durable.
-    pub(crate) async fn begin(&self, beginning: Beginning) -> Result<(), JournalError> {
-        self.ask(|reply| Request::Begin(beginning, reply)).await
+    /// Records a life with its machine, as being created. The answer says that the record is durable.
+    pub(crate) async fn begin(&self, life: Life) -> Result<(), JournalError> {
+        self.ask(|reply| Request::Begin(Box::new(life), reply)).await
     }
 
-    /// Notes that a life is usable, and the monitor's process. Not awaited until durable: only the record matters.
-    pub(crate) async fn run(&self, id: SandboxId, generation: u64, process: String) {
-        if self
-            .requests
-            .send(Request::Run {
-                id,
-                generation,
-                process,
-            })
-            .await
-            .is_err()
-        {
+    /// Records a change. The answer says that it is durable.
+    pub(crate) async fn change(
+        &self,
+        id: SandboxId,
+        generation: u64,
+        change: Change,
+    ) -> Result<(), JournalError> {
+        self.ask(|reply| Request::Change {
+            id,
+            generation,
+            change,
+            reply: Some(reply),
+        })
+        .await
+    }
+
+    /// Records a change without waiting until it is durable; for what the next start can tell without.
+    pub(crate) async fn note(&self, id: SandboxId, generation: u64, change: Change) {
+        let request = Request::Change {
+            id,
+            generation,
+            change,
+            reply: None,
+        };
+        if self.requests.send(request).await.is_err() {
             tracing::debug!("the journal is closed");
         }
     }
@@ -213,7 +251,7 @@ impl Journal {
         self.ask(|reply| Request::EndOf(id, reply)).await
     }
 
-    /// Ends at or after a time, oldest first, at most [`MOST_ENDS`].
+    /// Ends at or after a time, oldest first, at most [`rows::MOST_ENDS`].
     pub(crate) async fn ends_since(&self, since: Timestamp) -> Result<Vec<EndRecord>, JournalError> {
         self.ask(|reply| Request::EndsSince(since, reply)).await
     }
@@ -225,10 +263,7 @@ impl Journal {
         }
     }
 
-    async fn ask<T>(
-        &self,
-        request: impl FnOnce(oneshot::Sender<Result<T, JournalError>>) -> Request,
-    ) -> Result<T, JournalError> {
+    async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, JournalError> {
         let (reply, answer) = oneshot::channel();
         self.requests
             .send(request(reply))
@@ -240,11 +275,11 @@ impl Journal {
 
 /// What is told once the transaction is committed, or not at all.
 struct Pending {
-    reply: oneshot::Sender<Result<(), JournalError>>,
+    reply: Option<Reply>,
     outcome: Result<(), JournalError>,
 }
 
-async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Request>) {
+async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Request>, faults: FaultPoints) {
     let mut since_prune = 0;
     let mut batch = Vec::with_capacity(BATCH);
     while queue.recv_many(&mut batch, BATCH).await > 0 {
@@ -252,9 +287,9 @@ async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Reque
         for request in batch.drain(..) {
             match request {
                 // A reader that went away needs no answer: hence the ignored results here and below.
-                Request::EndOf(id, reply) => drop(reply.send(end_of(&mut connection, &id).await)),
+                Request::EndOf(id, reply) => drop(reply.send(rows::end_of(&mut connection, &id).await)),
                 Request::EndsSince(since, reply) => {
-                    drop(reply.send(ends_since(&mut connection, since).await));
+                    drop(reply.send(rows::ends_since(&mut connection, since).await));
                 }
                 Request::Close => queue.close(),
                 write => writes.push(write),
@@ -265,19 +300,27 @@ async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Reque
         }
         since_prune += writes.len();
         let mut pending = Vec::with_capacity(writes.len());
-        let outcome = write(&mut connection, writes, &mut pending).await;
+        // A panic loses its transaction and nothing else.
+        let outcome = AssertUnwindSafe(write(&mut connection, writes, &mut pending, &faults))
+            .catch_unwind()
+            .await
+            .unwrap_or_else(|_| Err(sqlx::Error::WorkerCrashed));
         for Pending { reply, outcome: own } in pending {
             let answer = match &outcome {
                 Ok(()) => own,
                 Err(error) => Err(write_error(error)),
             };
-            drop(reply.send(answer));
+            if let Some(reply) = reply {
+                drop(reply.send(answer));
+            } else if let Err(error) = answer {
+                tracing::warn!(%error, "a note was not recorded");
+            }
         }
         if let Err(error) = outcome {
             tracing::error!(%error, "a journal transaction failed");
-        } else if since_prune >= PRUNE_EVERY as usize {
+        } else if since_prune >= PRUNE_EVERY {
             since_prune = 0;
-            if let Err(error) = prune(&mut connection).await {
+            if let Err(error) = rows::prune(&mut connection).await {
                 tracing::warn!(%error, "the journal could not be pruned");
             }
         }
@@ -292,60 +335,66 @@ async fn write(
     connection: &mut SqliteConnection,
     requests: Vec<Request>,
     pending: &mut Vec<Pending>,
+    faults: &FaultPoints,
 ) -> Result<(), sqlx::Error> {
-    let mut transaction = None;
-    let mut first_error = None;
-    match connection.begin().await {
-        Ok(begun) => transaction = Some(begun),
-        Err(error) => first_error = Some(error),
-    }
+    let mut kinds: Vec<_> = requests.iter().map(Request::kind).collect();
+    kinds.dedup();
+    let mut replies = Vec::with_capacity(requests.len());
+    let mut acts = Vec::with_capacity(requests.len());
     for request in requests {
-        let (reply, result) = match (request, &mut transaction) {
-            (Request::Begin(beginning, reply), Some(transaction)) => {
-                let generation = beginning.generation;
-                let result = insert(transaction, beginning).await;
-                (
-                    Some(reply),
-                    result.map(|new| {
-                        if new {
-                            Ok(())
-                        } else {
-                            Err(JournalError::Stale { generation })
-                        }
-                    }),
-                )
-            }
-            (Request::End(end, reply), Some(transaction)) => {
-                (Some(reply), update_end(transaction, &end).await.map(Ok))
-            }
-            (
-                Request::Run {
-                    id,
-                    generation,
-                    process,
-                },
-                Some(transaction),
-            ) => (
-                None,
-                update_run(transaction, &id, generation, process).await.map(Ok),
-            ),
-            (Request::Begin(_, reply) | Request::End(_, reply), None) => (Some(reply), Ok(Ok(()))),
-            _ => (None, Ok(Ok(()))),
+        let (reply, act) = match request {
+            Request::Begin(life, reply) => (Some(reply), Act::Begin(life)),
+            Request::End(end, reply) => (Some(reply), Act::End(end)),
+            Request::Change {
+                id,
+                generation,
+                change,
+                reply,
+            } => (reply, Act::Change(id, generation, change)),
+            Request::EndOf(..) | Request::EndsSince(..) | Request::Close => continue,
         };
-        let outcome = result.unwrap_or_else(|error| {
-            let outcome = Err(write_error(&error));
-            first_error.get_or_insert(error);
-            outcome
-        });
-        if let Some(reply) = reply {
-            pending.push(Pending { reply, outcome });
+        replies.push(reply);
+        acts.push(act);
+    }
+    // Before anything can fail, so that whoever waits is told.
+    pending.extend(replies.into_iter().map(|reply| Pending {
+        reply,
+        outcome: Ok(()),
+    }));
+    pass(faults, &kinds, "before").await?;
+    let mut transaction = connection.begin().await?;
+    for (act, pending) in acts.into_iter().zip(pending) {
+        match act {
+            Act::Begin(life) => {
+                let generation = life.generation;
+                if !rows::insert(&mut transaction, &life).await? {
+                    pending.outcome = Err(JournalError::Stale { generation });
+                }
+            }
+            Act::Change(id, generation, change) => {
+                rows::update(&mut transaction, &id, generation, &change).await?;
+            }
+            Act::End(end) => rows::end(&mut transaction, &end).await?,
         }
     }
-    match (first_error, transaction) {
-        (Some(error), _) => Err(error),
-        (None, Some(transaction)) => transaction.commit().await,
-        (None, None) => Ok(()),
+    transaction.commit().await?;
+    pass(faults, &kinds, "after").await
+}
+
+enum Act {
+    Begin(Box<Life>),
+    Change(SandboxId, u64, Change),
+    End(EndRecord),
+}
+
+async fn pass(faults: &FaultPoints, kinds: &[&'static str], when: &str) -> Result<(), sqlx::Error> {
+    if faults.is_empty() {
+        return Ok(());
     }
+    for kind in kinds {
+        faults.pass(&format!("journal.{kind}.{when}")).await.map_err(sqlx::Error::Io)?;
+    }
+    Ok(())
 }
 
 fn write_error(error: &sqlx::Error) -> JournalError {
@@ -358,124 +407,6 @@ fn write_error(error: &sqlx::Error) -> JournalError {
         what: error.to_string(),
         full,
     }
-}
-
-fn stored(value: u64) -> i64 {
-    i64::try_from(value).unwrap_or(i64::MAX)
-}
-
-async fn insert(connection: &mut SqliteConnection, beginning: Beginning) -> Result<bool, sqlx::Error> {
-    let done = sqlx::query(
-        "INSERT INTO lives (id, generation, project, template, size, state, started_us)
-         SELECT ?1, ?2, ?3, ?4, ?5, 'creating', ?6
-         WHERE NOT EXISTS (SELECT 1 FROM lives WHERE id = ?1 AND generation >= ?2)",
-    )
-    .bind(beginning.id.as_str().to_owned())
-    .bind(stored(beginning.generation))
-    .bind(beginning.project.as_str().to_owned())
-    .bind(beginning.template)
-    .bind(beginning.size)
-    .bind(beginning.at.as_microsecond())
-    .execute(connection)
-    .await?;
-    Ok(done.rows_affected() == 1)
-}
-
-async fn update_run(
-    connection: &mut SqliteConnection,
-    id: &SandboxId,
-    generation: u64,
-    process: String,
-) -> Result<(), sqlx::Error> {
-    sqlx::query("UPDATE lives SET state = 'running', process = ? WHERE id = ? AND generation = ? AND state = 'creating'")
-        .bind(process)
-        .bind(id.as_str().to_owned())
-        .bind(stored(generation))
-        .execute(connection)
-        .await?;
-    Ok(())
-}
-
-async fn update_end(connection: &mut SqliteConnection, end: &EndRecord) -> Result<(), sqlx::Error> {
-    let cause = serde_json::to_string(&end.cause).map_err(|error| sqlx::Error::Encode(Box::new(error)))?;
-    sqlx::query(
-        "UPDATE lives SET state = 'ended', ended_us = ?, cause = ?, cpu_us = ?
-         WHERE id = ? AND generation = ? AND state != 'ended'",
-    )
-    .bind(end.ended_at.as_microsecond())
-    .bind(cause)
-    .bind(stored(end.cpu_micros))
-    .bind(end.id.as_str().to_owned())
-    .bind(stored(end.generation))
-    .execute(connection)
-    .await?;
-    Ok(())
-}
-
-async fn end_of(
-    connection: &mut SqliteConnection,
-    id: &SandboxId,
-) -> Result<Option<EndRecord>, JournalError> {
-    let row = sqlx::query(
-        "SELECT id, generation, ended_us, cause, cpu_us FROM lives WHERE id = ? ORDER BY generation DESC LIMIT 1",
-    )
-    .bind(id.as_str().to_owned())
-    .fetch_optional(connection)
-    .await
-    .map_err(read_error)?;
-    Ok(row.as_ref().and_then(end_record))
-}
-
-async fn ends_since(
-    connection: &mut SqliteConnection,
-    since: Timestamp,
-) -> Result<Vec<EndRecord>, JournalError> {
-    let rows = sqlx::query(
-        "SELECT id, generation, ended_us, cause, cpu_us FROM lives
-         WHERE ended_us >= ? ORDER BY ended_us, seq LIMIT ?",
-    )
-    .bind(since.as_microsecond())
-    .bind(MOST_ENDS)
-    .fetch_all(connection)
-    .await
-    .map_err(read_error)?;
-    Ok(rows.iter().filter_map(end_record).collect())
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "used as a function in map_err")]
-fn read_error(error: sqlx::Error) -> JournalError {
-    JournalError::Read {
-        what: error.to_string(),
-    }
-}
-
-/// Reads one row; a row that is not ended, or that another program has damaged, is none.
-fn end_record(row: &SqliteRow) -> Option<EndRecord> {
-    let id: String = row.try_get("id").ok()?;
-    let cause: String = row.try_get::<Option<String>, _>("cause").ok()??;
-    Some(EndRecord {
-        id: id.parse().ok()?,
-        generation: u64::try_from(row.try_get::<i64, _>("generation").ok()?).ok()?,
-        cause: serde_json::from_str(&cause).ok()?,
-        ended_at: Timestamp::from_microsecond(row.try_get::<Option<i64>, _>("ended_us").ok()??).ok()?,
-        cpu_micros: u64::try_from(row.try_get::<i64, _>("cpu_us").ok()?).ok()?,
-    })
-}
-
-async fn prune(connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-    let oldest = Timestamp::now().as_microsecond() - KEEP_DAYS * 24 * 3600 * 1_000_000;
-    sqlx::query("DELETE FROM lives WHERE ended_us < ?")
-        .bind(oldest)
-        .execute(&mut *connection)
-        .await?;
-    sqlx::query(
-        "DELETE FROM lives WHERE state = 'ended' AND seq <=
-         (SELECT seq FROM lives ORDER BY seq DESC LIMIT 1 OFFSET ?)",
-    )
-    .bind(KEEP_ROWS)
-    .execute(connection)
-    .await?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@
 mod config;
 mod create;
 mod failure;
+mod fault;
 mod host_room;
 mod journal;
 mod link;
@@ -35,6 +36,7 @@ mod tests;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use config::{Limits, NodeConfig};
+pub use fault::{FaultAct, FaultPoints};
 pub use journal::JournalError;
 pub use lock::LockError;
 pub use manager::NodeManager;

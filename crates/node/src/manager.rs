@@ -14,7 +14,7 @@ use space_api::{
     id::SandboxId,
     lifecycle::{EndCause, SandboxState},
 };
-use space_node_manager::Privileges;
+use space_node_manager::{ObjectName, Privileges};
 use space_vmm::Vmm;
 use tokio::sync::{OnceCell, Semaphore, broadcast, mpsc, oneshot, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -22,23 +22,24 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use crate::{
     OpenError,
     config::{MONITOR_COMMIT, NodeConfig},
-    create::{Progress, object_name},
-    failure::{Failure, chain},
+    failure::{self, Failure, chain},
     host_room,
     journal::Journal,
     link::{Link, LinkError, Owner, Secrets},
     network_pool::NetworkPool,
+    provision::Progress,
     registry::{Admission, Handle, Registry},
     remains::{Remains, janitor},
-    sandbox::{INPUTS, Input, Sandbox, View, now_as_recorded, sample},
+    sandbox::{INPUTS, Input, Sandbox, Settled, View, now_as_recorded, sample},
     seam::{
         CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
-        TemplateInfo, TunnelError, TunnelStream, Usage,
+        TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
     },
     start_up::{self, DISKS, Locks, MACHINES},
     templates::Templates,
     uids::UidSlots,
     usage::History,
+    worker,
 };
 
 /// Events that a slow receiver may be behind before it misses some.
@@ -66,13 +67,21 @@ pub(crate) struct Shared {
 
 impl Shared {
     /// Where a machine has its sockets and logs.
-    pub(crate) fn machine_directory(&self, id: &SandboxId) -> PathBuf {
-        self.config.run_directory.join(MACHINES).join(id.as_str())
+    pub(crate) fn machine_directory(&self, worker: &ObjectName) -> PathBuf {
+        self.config.run_directory.join(MACHINES).join(worker.as_str())
     }
 
-    /// Where a sandbox has its disk layers.
-    pub(crate) fn disk_directory(&self, id: &SandboxId) -> PathBuf {
-        self.config.data_directory.join(DISKS).join(id.as_str())
+    /// Where a machine has its disk layers.
+    pub(crate) fn disk_directory(&self, worker: &ObjectName) -> PathBuf {
+        self.config.data_directory.join(DISKS).join(worker.as_str())
+    }
+
+    /// For the tasks of something that ends before the node does.
+    pub(crate) fn owner(&self, stop: CancellationToken) -> Owner {
+        Owner {
+            tracker: self.tracker.clone(),
+            stop,
+        }
     }
 
     pub(crate) fn announce(&self, event: SandboxEvent) {
@@ -119,9 +128,17 @@ impl NodeManager {
         start_up::sweep(&config, privileges.as_ref()).await?;
         let tracker = TaskTracker::new();
         let stop = CancellationToken::new();
-        let (journal, ended) = Journal::open(&config.data_directory.join("node.db"), &tracker).await?;
-        if ended > 0 {
-            tracing::warn!(sandboxes = ended, "sandboxes ended with the earlier node");
+        let path = config.data_directory.join("node.db");
+        let (journal, lives) = Journal::open(&path, &tracker, config.faults.clone()).await?;
+        for life in lives {
+            let end = EndRecord {
+                id: life.id,
+                generation: life.generation,
+                cause: EndCause::PlatformRestarted,
+                ended_at: now_as_recorded(),
+                cpu_micros: 0,
+            };
+            journal.end(end).await?;
         }
         let available = host_room::memory_available().unwrap_or(u64::MAX);
         let memory_budget = config.memory_budget.unwrap_or(available / 5 * 4);
@@ -185,9 +202,9 @@ impl NodeManager {
         let resolved = shared.templates.resolve(&request.template).await?;
         let size = request.size.unwrap_or(resolved.default_size);
         if let Some(what) = host_room::lacking(&shared.config) {
-            return Err(NodeError::NoCapacity { what });
+            return Err(failure::no_capacity(what));
         }
-        let name = object_name(&request.id).map_err(|failure| failure.answer(&request.id, None))?;
+        let worker = worker::fresh_name().map_err(|error| NodeError::Internal { what: chain(&error) })?;
         let secrets = Secrets::random().map_err(|error| NodeError::Internal { what: chain(&error) })?;
         let accepted_at = now_as_recorded();
         let status = SandboxStatus {
@@ -201,9 +218,14 @@ impl NodeManager {
             started_at: accepted_at,
             deadline: request.deadline,
             ready_ms: None,
+            machine: worker.as_str().to_owned(),
+            paused_at: None,
+            last_active_at: accepted_at,
+            idle_since: None,
         };
         let (view, viewer) = watch::channel(View {
             status,
+            worker: worker.clone(),
             link: None,
             failure: None,
             end: None,
@@ -226,16 +248,12 @@ impl NodeManager {
             Admission::New(handle) => {
                 let sandbox = Sandbox {
                     shared: shared.clone(),
-                    owner: Owner {
-                        tracker: shared.tracker.clone(),
-                        stop: CancellationToken::new(),
-                    },
-                    remains: Mutex::new(Remains::new(name.clone())),
+                    owner: shared.owner(CancellationToken::new()),
+                    remains: Mutex::new(Remains::new(worker)),
                     progress: Progress::default(),
                     request,
                     resolved,
                     size,
-                    name,
                     accepted,
                     accepted_at,
                     secrets,
@@ -280,15 +298,61 @@ impl NodeManager {
             return Err(self.not_found(id).await);
         };
         let (link, state) = {
-            let view = handle.view.borrow();
+            let mut watched = handle.view.clone();
+            // On its way to running it is nearly there, and its task bounds the wait.
+            let view = watched
+                .wait_for(|view| view.status.state != SandboxState::Resuming)
+                .await;
+            let Ok(view) = view else {
+                return Err(lost());
+            };
             (view.link.clone(), view.status.state)
         };
-        match link {
-            Some(link) => Ok((handle, link)),
-            None => Err(NodeError::Transitioning {
+        match (state, link) {
+            (SandboxState::Running, Some(link)) => Ok((handle, link)),
+            (SandboxState::Pausing | SandboxState::Paused, _) => Err(NodeError::Paused { id: id.clone() }),
+            _ => Err(NodeError::Transitioning {
                 id: id.clone(),
                 state,
             }),
+        }
+    }
+
+    /// Has the sandbox's task go to another state; the task bounds how long that takes.
+    async fn transition(
+        &self,
+        id: &SandboxId,
+        wanted: SandboxState,
+        input: impl FnOnce(Settled) -> Input + Send,
+    ) -> Result<SandboxStatus, NodeError> {
+        let Some(handle) = self.find(id) else {
+            return Err(self.not_found(id).await);
+        };
+        let (reply, done) = oneshot::channel();
+        if handle.inputs.send(input(reply)).await.is_ok() {
+            match done.await {
+                Ok(Ok(status)) => return Ok(status),
+                Ok(Err(what)) => {
+                    return Err(NodeError::TransitionFailed {
+                        id: id.clone(),
+                        wanted,
+                        what,
+                    });
+                }
+                Err(_) => {}
+            }
+        }
+        Err(self.elsewhere(id).await)
+    }
+
+    /// What to say when a sandbox's task does not take an input: that it is on its way, or gone.
+    async fn elsewhere(&self, id: &SandboxId) -> NodeError {
+        match self.find(id) {
+            Some(handle) => NodeError::Transitioning {
+                id: id.clone(),
+                state: handle.state(),
+            },
+            None => self.not_found(id).await,
         }
     }
 
@@ -308,12 +372,15 @@ impl NodeManager {
     }
 }
 
+fn lost() -> NodeError {
+    NodeError::Internal {
+        what: "the sandbox's task was lost".to_owned(),
+    }
+}
+
 /// Waits for the end of a sandbox.
 async fn ended(handle: &Handle) -> Result<EndRecord, NodeError> {
     let mut view = handle.view.clone();
-    let lost = || NodeError::Internal {
-        what: "the sandbox's task was lost".to_owned(),
-    };
     let view = view
         .wait_for(|view| view.status.state == SandboxState::Ended)
         .await
@@ -343,11 +410,10 @@ impl Node for NodeManager {
         let handle = self.admit(request).await?;
         let mut watched = handle.view.clone();
         let (status, failure, end) = {
+            // Asked for again it may be paused by now, and is created all the same.
             let settled =
-                |view: &View| matches!(view.status.state, SandboxState::Running | SandboxState::Ended);
-            let view = watched.wait_for(settled).await.map_err(|_| NodeError::Internal {
-                what: "the sandbox's task was lost".to_owned(),
-            })?;
+                |view: &View| view.status.ready_ms.is_some() || view.status.state == SandboxState::Ended;
+            let view = watched.wait_for(settled).await.map_err(|_| lost())?;
             (view.status.clone(), view.failure.clone(), view.end.clone())
         };
         match failure {
@@ -390,21 +456,35 @@ impl Node for NodeManager {
         let (reply, taken) = oneshot::channel();
         let sent = handle.inputs.send(Input::SetDeadline(deadline, reply)).await;
         if sent.is_err() || taken.await.is_err() {
-            return Err(match self.find(id) {
-                Some(handle) => NodeError::Transitioning {
-                    id: id.clone(),
-                    state: handle.state(),
-                },
-                None => self.not_found(id).await,
-            });
+            return Err(self.elsewhere(id).await);
         }
         Ok(())
     }
 
+    async fn pause(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError> {
+        self.transition(id, SandboxState::Paused, Input::Pause).await
+    }
+
+    async fn resume(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError> {
+        self.transition(id, SandboxState::Running, Input::Resume).await
+    }
+
+    async fn wake(&self, id: &SandboxId, reason: WakeReason) -> Result<SandboxStatus, NodeError> {
+        tracing::debug!(sandbox = %id, ?reason, "is to be awake");
+        self.resume(id).await
+    }
+
     async fn usage(&self, id: &SandboxId) -> Result<Vec<Usage>, NodeError> {
-        let (handle, link) = self.link(id).await?;
-        let name = object_name(id).map_err(|failure| failure.answer(id, None))?;
-        match sample(&self.shared, &name, &link).await {
+        let (handle, link) = match self.link(id).await {
+            Err(NodeError::Paused { .. }) => {
+                // It uses nothing but memory; what was sampled before stays true.
+                let history = self.find(id).map(|handle| handle.history.all());
+                return history.ok_or_else(lost);
+            }
+            found => found?,
+        };
+        let worker = handle.view.borrow().worker.clone();
+        match sample(&self.shared, &worker, &link).await {
             Ok(sample) => {
                 handle.history.add(sample);
                 Ok(handle.history.all())

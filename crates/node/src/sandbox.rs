@@ -17,6 +17,8 @@
 //! creating 30 s (a template's first machine has its own), stopping 10 s, after which the rest is the janitor's.
 //! The task belongs to the node, so a caller that goes away leaves nothing half-made.
 
+mod running;
+
 use std::{
     panic::AssertUnwindSafe,
     pin::pin,
@@ -36,15 +38,18 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    create::{self, Born, Progress, milliseconds},
+    create::{self, Born, milliseconds},
     failure::{Failure, chain, tail},
+    journal::{Change, JournalError, Life, Recorded},
     link::{Link, Owner, Secrets},
     locked,
     manager::Shared,
+    provision::Progress,
     remains::Remains,
     seam::{CreateSandbox, EndRecord, SandboxEvent, SandboxStatus, Usage},
     templates::{Lease, ResolvedTemplate, StartingPoint},
     usage::{GuestFigures, History},
+    worker::Worker,
 };
 
 /// Inputs that may wait; senders wait when it is full.
@@ -56,6 +61,9 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 /// Tries to record an end.
 const RECORD_TRIES: u32 = 3;
 
+/// Told how a transition went: the state that was reached, or why it was not.
+pub(crate) type Settled = oneshot::Sender<Result<SandboxStatus, String>>;
+
 /// What a sandbox can be told.
 #[derive(Debug)]
 pub(crate) enum Input {
@@ -63,6 +71,10 @@ pub(crate) enum Input {
     End(EndCause),
     /// End at this time; answered when it is taken over.
     SetDeadline(Timestamp, oneshot::Sender<()>),
+    /// Stop the machine; answered when it stands still.
+    Pause(Settled),
+    /// Let the machine run; answered when it does.
+    Resume(Settled),
     /// The daemon has not answered for too long.
     Unresponsive(String),
 }
@@ -71,6 +83,8 @@ pub(crate) enum Input {
 #[derive(Debug, Clone)]
 pub(crate) struct View {
     pub(crate) status: SandboxStatus,
+    /// What its objects on the host are called.
+    pub(crate) worker: ObjectName,
     pub(crate) link: Option<Arc<Link>>,
     pub(crate) failure: Option<Failure>,
     pub(crate) end: Option<EndRecord>,
@@ -82,7 +96,6 @@ pub(crate) struct Sandbox {
     pub(crate) request: CreateSandbox,
     pub(crate) resolved: ResolvedTemplate,
     pub(crate) size: SizeClass,
-    pub(crate) name: ObjectName,
     pub(crate) accepted: Instant,
     pub(crate) accepted_at: Timestamp,
     pub(crate) secrets: Secrets,
@@ -126,10 +139,45 @@ impl Sandbox {
     pub(crate) async fn run(self, mut inputs: mpsc::Receiver<Input>) {
         let lived = AssertUnwindSafe(self.live(&mut inputs)).catch_unwind().await;
         let ending = lived.unwrap_or_else(|_| {
-            tracing::error!(sandbox = %self.name, step = self.progress.step(), "the sandbox's own task panicked; taking it apart");
+            tracing::error!(sandbox = %self.request.id, step = self.progress.step(), "the sandbox's own task panicked; taking it apart");
             Ending::failed(Failure::Step(format!("a fault of the node while {}", self.progress.step())))
         });
         self.stop(ending).await;
+    }
+
+    /// What is recorded of it once it has a machine.
+    pub(crate) fn beginning(&self, worker: &Worker) -> Life {
+        let view = self.view.borrow();
+        Life {
+            id: self.request.id.clone(),
+            generation: self.request.generation,
+            project: self.request.project.clone(),
+            template: self.resolved.name.clone(),
+            template_digest: self.resolved.digest.clone(),
+            size: self.size,
+            started_at: self.accepted_at,
+            // It may have been moved meanwhile.
+            deadline: view.status.deadline,
+            on_idle: self.request.on_idle,
+            guest_token: self.secrets.guest_token.clone(),
+            environment: self.request.environment.clone(),
+            machine: worker.machine.record(),
+            network: locked(&self.remains).network.clone(),
+            ready_ms: None,
+            state: Recorded::Creating,
+        }
+    }
+
+    /// Makes a change durable.
+    async fn change(&self, change: Change) -> Result<(), JournalError> {
+        let (id, generation) = (self.request.id.clone(), self.request.generation);
+        self.shared.journal.change(id, generation, change).await
+    }
+
+    /// Writes a change down without waiting for it.
+    async fn note(&self, change: Change) {
+        let (id, generation) = (self.request.id.clone(), self.request.generation);
+        self.shared.journal.note(id, generation, change).await;
     }
 
     async fn live(&self, inputs: &mut mpsc::Receiver<Input>) -> Ending {
@@ -185,15 +233,19 @@ impl Sandbox {
         };
         cancel.cancel();
         let hurry = async {
-            if locked(&self.remains).group {
+            let group = {
+                let remains = locked(&self.remains);
+                remains.group.then(|| remains.name.clone())
+            };
+            if let Some(group) = group {
                 // A machine that is being started would otherwise be waited for.
-                drop(self.shared.privileges.kill_group(&self.name).await);
+                drop(self.shared.privileges.kill_group(&group).await);
             }
         };
         let wait = tokio::time::timeout(self.shared.config.limits.stop, work);
         let (waited, ()) = tokio::join!(wait, hurry);
         if waited.is_err() {
-            tracing::error!(sandbox = %self.name, step = self.progress.step(), "a step did not come to an end; what it makes is swept later");
+            tracing::error!(sandbox = %self.request.id, step = self.progress.step(), "a step did not come to an end; what it makes is swept later");
         }
         Err(ending)
     }
@@ -201,32 +253,27 @@ impl Sandbox {
     // === running ===
 
     async fn running(&self, inputs: &mut mpsc::Receiver<Input>, born: Born) -> Ending {
-        let Born {
-            machine,
-            link,
-            timings,
-        } = born;
+        let Born { worker, timings } = born;
+        let Worker { name, machine, link } = worker;
         self.progress.at("running");
         self.shared.registry.settled(&self.request.id);
-        let process = machine.process();
-        self.shared
-            .journal
-            .run(
-                self.request.id.clone(),
-                self.request.generation,
-                format!("{}:{}", process.pid, process.start_ticks),
-            )
-            .await;
+        let usable = Change::Running {
+            ready_ms: Some(timings.ready),
+        };
+        self.note(usable).await;
         self.view.send_modify(|view| {
             view.status.state = SandboxState::Running;
             view.status.ready_ms = Some(timings.ready);
+            name.as_str().clone_into(&mut view.status.machine);
+            view.worker = name.clone();
             view.link = Some(link.clone());
         });
         self.shared
             .announce(SandboxEvent::Ready(self.view.borrow().status.clone()));
         tracing::info!(
-            sandbox = %self.name,
+            sandbox = %self.request.id,
             ready_ms = timings.ready,
+            worker = %name,
             permitted_ms = timings.permitted,
             prepared_ms = timings.prepared,
             started_ms = timings.started,
@@ -234,22 +281,9 @@ impl Sandbox {
             recorded_ms = timings.recorded,
             "usable"
         );
-        self.watch_over(&link);
+        self.watch_over(&name, &link);
 
-        let mut exit = machine.exit();
-        let cause = loop {
-            tokio::select! {
-                biased;
-                input = inputs.recv() => if let Some(cause) = self.take(input) {
-                    break cause;
-                },
-                reason = exited(&mut exit) => {
-                    break self.exit_cause(machine.as_ref(), reason).await;
-                }
-                () = self.deadline_passes() => break EndCause::Deadline,
-            }
-        };
-        Ending::told(cause)
+        Ending::told(self.live_on(inputs, &machine, &link).await)
     }
 
     /// Takes over what was put in; answers the cause when that is an end.
@@ -263,6 +297,8 @@ impl Sandbox {
                 taken.send(()).ok();
                 None
             }
+            // Dropped unanswered: it is neither running nor paused.
+            Some(Input::Pause(_) | Input::Resume(_)) => None,
             // The task holds a sender itself, so the queue cannot end.
             None => Some(EndCause::Deleted),
         }
@@ -300,10 +336,11 @@ impl Sandbox {
             }
             Some(ExitReason::OutOfMemory) => EndCause::OutOfMemory,
             Some(ExitReason::MonitorFailed { detail }) => {
+                let worker = self.view.borrow().worker.clone();
                 let usage = self
                     .shared
                     .privileges
-                    .group_usage(&self.name)
+                    .group_usage(&worker)
                     .await
                     .unwrap_or_default();
                 if usage.oom_kills > 0 {
@@ -318,11 +355,11 @@ impl Sandbox {
     }
 
     /// Starts the task that asks the daemon for its health and samples its use, until the sandbox stops.
-    fn watch_over(&self, link: &Arc<Link>) {
+    fn watch_over(&self, worker: &ObjectName, link: &Arc<Link>) {
         let limits = self.shared.config.limits.clone();
         let stop = self.owner.stop.clone();
         let inputs = self.own_inputs.clone();
-        let (shared, name, history) = (self.shared.clone(), self.name.clone(), self.history.clone());
+        let (shared, id, history) = (self.shared.clone(), self.request.id.clone(), self.history.clone());
         let healthy = link.clone();
         let health = async move {
             let mut misses = 0;
@@ -333,7 +370,7 @@ impl Sandbox {
                     Err(error) => {
                         misses += 1;
                         let error = chain(&error);
-                        tracing::warn!(sandbox = %name, misses, error, "the daemon did not say that it is well");
+                        tracing::warn!(sandbox = %id, misses, error, "the daemon did not say that it is well");
                         if misses >= limits.health_misses {
                             let detail =
                                 format!("the space daemon has not answered {misses} times in a row: {error}");
@@ -344,13 +381,13 @@ impl Sandbox {
                 }
             }
         };
-        let (link, name) = (link.clone(), self.name.clone());
+        let (link, worker, id) = (link.clone(), worker.clone(), self.request.id.clone());
         let usage = async move {
             loop {
                 tokio::time::sleep(limits.usage_interval).await;
-                match sample(&shared, &name, &link).await {
+                match sample(&shared, &worker, &link).await {
                     Ok(sample) => history.add(sample),
-                    Err(error) => tracing::debug!(sandbox = %name, error, "no sample of its use"),
+                    Err(error) => tracing::debug!(sandbox = %id, error, "no sample of its use"),
                 }
             }
         };
@@ -372,8 +409,7 @@ impl Sandbox {
         });
         self.shared.registry.settled(&self.request.id);
         self.owner.stop.cancel();
-        let empty = Remains::new(self.name.clone());
-        let mut remains = std::mem::replace(&mut *locked(&self.remains), empty);
+        let mut remains = Remains::taken_from(&mut locked(&self.remains));
         let limit = self.shared.config.limits.stop;
         let usage: GroupUsage = remains
             .remove(self.shared.privileges.as_ref(), &self.shared.uids, limit)
@@ -395,7 +431,7 @@ impl Sandbox {
             return;
         }
         self.record(&end).await;
-        tracing::info!(sandbox = %self.name, cause = ?end.cause, lived_ms = milliseconds(self.accepted), "ended");
+        tracing::info!(sandbox = %self.request.id, cause = ?end.cause, lived_ms = milliseconds(self.accepted), "ended");
         self.shared.registry.remove(&self.request.id, Some(end.clone()));
         self.finish(Some(end.clone()), failure);
         self.shared.announce(SandboxEvent::Ended(end));
@@ -416,7 +452,7 @@ impl Sandbox {
             match self.shared.journal.end(end.clone()).await {
                 Ok(()) => return,
                 Err(error) => {
-                    tracing::error!(sandbox = %self.name, attempt, error = %chain(&error), "its end could not be recorded");
+                    tracing::error!(sandbox = %self.request.id, attempt, error = %chain(&error), "its end could not be recorded");
                 }
             }
             tokio::time::sleep(Duration::from_millis(100)).await;

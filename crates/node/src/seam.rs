@@ -40,8 +40,6 @@ pub struct SandboxStatus {
     pub id: SandboxId,
     /// Owner.
     pub project: ProjectId,
-    /// What its machine is called on the host.
-    pub machine: String,
     /// Where in its life.
     pub state: SandboxState,
     /// Name and tag it was made from, as resolved.

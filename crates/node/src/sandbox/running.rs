@@ -24,6 +24,7 @@ use tokio::sync::{mpsc, watch};
 use super::{INPUTS, Input, MOST_DETAIL, Sandbox, Settled, exited, now_as_recorded};
 use crate::{
     failure::{chain, tail},
+    journal::Change,
     link::Link,
     seam::SandboxEvent,
 };
@@ -84,18 +85,23 @@ impl Sandbox {
         self.show(SandboxState::Pausing, None);
         let limits = &self.shared.config.limits;
         let work = async {
-            match tokio::time::timeout(limits.pause, machine.pause()).await {
-                Ok(stopped) => stopped.map_err(|error| chain(&error)),
-                Err(_) => Err(format!(
-                    "the machine did not stop within {} s",
-                    limits.pause.as_secs()
-                )),
-            }
+            self.change(Change::Pausing).await.map_err(|error| chain(&error))?;
+            machine.pause().await.map_err(|error| chain(&error))?;
+            let at = now_as_recorded();
+            let recorded = self.change(Change::Paused(at)).await;
+            recorded.map(|()| at).map_err(|error| chain(&error))
+        };
+        let work = async {
+            let within = tokio::time::timeout(limits.pause, work).await;
+            within.unwrap_or_else(|_| {
+                let seconds = limits.pause.as_secs();
+                Err(format!("the machine did not stand still within {seconds} s"))
+            })
         };
         let failed = match self.attend_transition(desk, machine, work).await {
             Err(cause) => return Some(cause),
-            Ok(Ok(())) => {
-                self.show(SandboxState::Paused, Some(now_as_recorded()));
+            Ok(Ok(at)) => {
+                self.show(SandboxState::Paused, Some(at));
                 settled.send(Ok(self.view.borrow().status.clone())).ok();
                 return None;
             }
@@ -105,6 +111,8 @@ impl Sandbox {
         match self.attend_transition(desk, machine, self.let_run(machine)).await {
             Err(cause) => Some(cause),
             Ok(Ok(())) => {
+                // Not awaited: the next start would let it run as well.
+                self.note(Change::Running { ready_ms: None }).await;
                 self.show(SandboxState::Running, None);
                 settled.send(Err(failed)).ok();
                 None
@@ -127,14 +135,22 @@ impl Sandbox {
         let paused_at = self.view.borrow().status.paused_at;
         self.show(SandboxState::Resuming, paused_at);
         let work = async {
-            // Written first, so that the daemon finds it at its first look.
-            let (clock, run) = tokio::join!(link.thaw(), self.let_run(machine));
+            // The clock is written first, so that the daemon finds it at its first look.
+            let (clock, run, recorded) = tokio::join!(
+                link.thaw(),
+                self.let_run(machine),
+                self.change(Change::Running { ready_ms: None })
+            );
             run?;
             if let Err(error) = clock {
                 // The health questions find out whether the daemon is well.
                 tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "its clock could not be set");
             }
-            Ok(())
+            if let Err(error) = recorded {
+                // The next start finds a machine that runs, and leaves it so.
+                tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "its resume was not recorded");
+            }
+            Ok::<(), String>(())
         };
         match self.attend_transition(desk, machine, work).await {
             Err(cause) => Some(cause),
