@@ -182,6 +182,8 @@ pub enum Cause {
     Deadline,
     /// By the guest's OOM killer.
     OutOfMemory,
+    /// By itself, with a failure, while the disk had no room left.
+    DiskFull,
     /// Because someone killed it.
     Killed,
     /// The daemon does not know, or says something this client does not know.
@@ -216,6 +218,7 @@ impl From<EndEvent> for ProcessEnd {
             code if code == Wire::CAUSE_DEADLINE as i32 => Cause::Deadline,
             code if code == Wire::CAUSE_OUT_OF_MEMORY as i32 => Cause::OutOfMemory,
             code if code == Wire::CAUSE_KILLED as i32 => Cause::Killed,
+            code if code == Wire::CAUSE_DISK_FULL as i32 => Cause::DiskFull,
             _ => Cause::Unknown,
         };
         Self {

@@ -1,16 +1,27 @@
 //! Accounts and groups, read from the guest's own files.
 //!
 //! The binary is static, so there is no name service to ask: `/etc/passwd` and `/etc/group` are
-//! read on every look-up, which keeps accounts that a program adds visible at once.
+//! looked at for every request, and read anew when they have changed, which keeps accounts that a
+//! program adds visible at once.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Account files larger than this are refused.
 const MAX_FILE: u64 = 4 << 20;
 /// The kernel's own limit is 65536; a hostile file must not make every start slow.
 const MAX_GROUPS: usize = 1024;
+
+/// Accounts remembered; more are looked up each time.
+const MAX_REMEMBERED: usize = 64;
+/// A file that changed less than this before it was read may change again without looking different: file systems keep
+/// times coarsely.
+const SETTLED: Duration = Duration::from_secs(2);
 
 /// Why an account cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +45,70 @@ pub(crate) struct Account {
     /// Supplementary groups, the primary one included.
     pub(crate) groups: Vec<u32>,
     pub(crate) home: PathBuf,
+}
+
+/// What tells one state of a file from another: device, inode, length, times of change.
+type Stamp = (u64, u64, u64, [i64; 4]);
+
+/// The accounts of one directory of account files.
+#[derive(Debug)]
+pub(crate) struct Accounts {
+    etc: PathBuf,
+    known: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    stamps: [Option<Stamp>; 2],
+    accounts: HashMap<String, Account>,
+}
+
+impl Accounts {
+    pub(crate) fn new(etc: PathBuf) -> Self {
+        Self {
+            etc,
+            known: Mutex::default(),
+        }
+    }
+
+    /// As [`Account::find`], without reading files that are as they were.
+    pub(crate) fn find(&self, name: &str) -> Result<Account, AccountError> {
+        let files = ["passwd", "group"].map(|file| std::fs::metadata(self.etc.join(file)).ok());
+        let stamps = files.each_ref().map(|file| file.as_ref().map(stamp));
+        {
+            let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.stamps == stamps
+                && let Some(account) = known.accounts.get(name)
+            {
+                return Ok(account.clone());
+            }
+        }
+        // Looked at before they are read: a change in between is noticed by the next look.
+        let account = Account::find(&self.etc, name)?;
+        if files.iter().flatten().all(has_settled) {
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.stamps != stamps {
+                known.stamps = stamps;
+                known.accounts.clear();
+            }
+            if known.accounts.len() < MAX_REMEMBERED {
+                known.accounts.insert(name.to_owned(), account.clone());
+            }
+        }
+        Ok(account)
+    }
+}
+
+fn stamp(file: &std::fs::Metadata) -> Stamp {
+    let times = [file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec()];
+    (file.dev(), file.ino(), file.len(), times)
+}
+
+fn has_settled(file: &std::fs::Metadata) -> bool {
+    let changed = UNIX_EPOCH + Duration::from_secs(u64::try_from(file.ctime()).unwrap_or_default());
+    SystemTime::now()
+        .duration_since(changed)
+        .is_ok_and(|age| age > SETTLED)
 }
 
 impl Account {
@@ -158,6 +233,34 @@ mod tests {
         std::fs::write(directory.path().join("passwd"), passwd).unwrap();
         std::fs::write(directory.path().join("group"), group).unwrap();
         directory
+    }
+
+    #[test]
+    fn an_account_is_found_anew_as_soon_as_the_files_change() {
+        let passwd = "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000::/home/user:/bin/bash\n";
+        let etc = etc(passwd, "user:x:1000:\n");
+        let accounts = Accounts::new(etc.path().to_owned());
+        // Files that have just been written are read each time.
+        assert_eq!(accounts.find("user").unwrap().groups, [1000]);
+        assert!(accounts.known.lock().unwrap().accounts.is_empty());
+        std::fs::write(etc.path().join("group"), "user:x:1000:\nsudo:x:27:user\n").unwrap();
+        assert_eq!(accounts.find("user").unwrap().groups, [1000, 27]);
+
+        // As if they had settled: what is remembered counts until a file looks different.
+        let stamps = ["passwd", "group"].map(|file| std::fs::metadata(etc.path().join(file)).ok());
+        let mut remembered = accounts.find("user").unwrap();
+        remembered.home = "/remembered".into();
+        *accounts.known.lock().unwrap() = Known {
+            stamps: stamps.each_ref().map(|file| file.as_ref().map(stamp)),
+            accounts: [("user".to_owned(), remembered)].into(),
+        };
+        assert_eq!(accounts.find("user").unwrap().home, Path::new("/remembered"));
+        std::fs::write(
+            etc.path().join("passwd"),
+            passwd.replace("/home/user", "/home/new"),
+        )
+        .unwrap();
+        assert_eq!(accounts.find("user").unwrap().home, Path::new("/home/new"));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use base64::Engine;
 use http::HeaderMap;
 
 use crate::ServiceConfig;
-use crate::account::{Account, AccountError};
+use crate::account::{Account, AccountError, Accounts};
 
 /// What `POST /init` and its kin may change.
 #[derive(Debug, Clone, Default)]
@@ -21,6 +21,7 @@ pub(crate) struct Defaults {
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) config: ServiceConfig,
+    accounts: Accounts,
     defaults: RwLock<Defaults>,
 }
 
@@ -32,6 +33,7 @@ impl Core {
             ..Defaults::default()
         };
         Self {
+            accounts: Accounts::new(config.etc.clone()),
             config,
             defaults: RwLock::new(defaults),
         }
@@ -52,8 +54,8 @@ impl Core {
     /// The account a request means: the one it names, else the default.
     pub(crate) fn account(&self, named: Option<&str>) -> Result<Account, AccountError> {
         match named {
-            Some(name) if !name.is_empty() => Account::find(&self.config.etc, name),
-            _ => Account::find(&self.config.etc, &self.defaults().user),
+            Some(name) if !name.is_empty() => self.accounts.find(name),
+            _ => self.accounts.find(&self.defaults().user),
         }
     }
 }

@@ -13,32 +13,25 @@
 //!
 //! # Who reaps
 //!
-//! Every process is waited for through its own pidfd, so the services work without help in an
-//! ordinary program. Under PID 1 all orphans of the guest become children of the same process,
-//! and someone has to reap those too. Two ways are safe:
-//!
-//! - call [`Services::reap`] on every `SIGCHLD`: it reaps *everything* that has ended, keeps the
-//!   statuses that belong to the services' own processes and returns how many were reaped;
-//! - or peek with `waitid(P_ALL, WNOWAIT)` and reap a pid only when [`Services::owns_pid`] says
-//!   no. It says yes for every pid while a process is just being started, so a pid for which it
-//!   said yes must be looked at again later.
-//!
-//! In both cases no status is lost or delivered twice. Children that the caller starts and waits
-//! for itself must have ended before the first [`Services::reap`].
+//! Every process is waited for through its own pidfd, and by nobody else. Under PID 1 all orphans of the guest become
+//! children of the same process too; whoever reaps those must leave the services' own alone, by waiting on a thread that
+//! starts nothing and only for that thread's children (`__WNOTHREAD`).
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::Router;
 
-use self::children::Children;
+use self::budget::Budget;
 use self::core::Core;
 use self::files::Files;
 use self::process::Processes;
 use self::usage::Meter;
 
 mod account;
+mod budget;
 mod children;
 mod core;
 mod descriptor;
@@ -66,11 +59,14 @@ pub enum Origin {
 }
 
 /// Settings that stay the same for the life of the services.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct ServiceConfig {
     /// The cgroup (v2) directory under which each process gets a group of its own. Without one,
     /// descendants that leave their session escape a kill.
     pub agent_cgroup: Option<PathBuf>,
+    /// A cgroup namespace whose root is that directory: programs are started in it, so that what lies above, or beside,
+    /// does not exist for them.
+    pub cgroup_namespace: Option<OwnedFd>,
     /// The account used where a request names none.
     pub default_user: String,
     /// The directory used where a request names none; the account's home when absent.
@@ -83,6 +79,7 @@ impl Default for ServiceConfig {
     fn default() -> Self {
         Self {
             agent_cgroup: None,
+            cgroup_namespace: None,
             default_user: "user".to_owned(),
             default_workdir: None,
             etc: PathBuf::from("/etc"),
@@ -94,10 +91,10 @@ impl Default for ServiceConfig {
 #[derive(Debug)]
 pub struct Services {
     core: Arc<Core>,
-    children: Arc<Children>,
     processes: Arc<Processes>,
     files: Arc<Files>,
     meter: Arc<Meter>,
+    input: Budget,
 }
 
 impl Services {
@@ -105,15 +102,14 @@ impl Services {
     #[must_use]
     pub fn new(config: ServiceConfig) -> Arc<Self> {
         let core = Arc::new(Core::new(config));
-        let children = Arc::<Children>::default();
-        let processes = Arc::new(Processes::new(Arc::clone(&core), Arc::clone(&children)));
+        let processes = Arc::new(Processes::new(Arc::clone(&core)));
         let files = Arc::new(Files::new(Arc::clone(&core)));
         Arc::new(Self {
             core,
-            children,
             processes,
             files,
             meter: Arc::default(),
+            input: Budget::new(routes::largest_input()),
         })
     }
 
@@ -141,15 +137,9 @@ impl Services {
         self.processes.count()
     }
 
-    /// Whether a child with this pid is, or may be about to become, one of the services' own.
-    #[must_use]
-    pub fn owns_pid(&self, pid: i32) -> bool {
-        self.children.owns(pid)
-    }
-
-    /// Reaps every child of this process that has ended, orphans included. For PID 1 only.
-    /// Returns how many were reaped.
-    pub fn reap(&self) -> usize {
-        self.children.reap()
+    /// Forgets what is known of whoever had this machine before: commands that have ended and what they wrote. What still
+    /// runs, as a template's start command does, stays.
+    pub fn forget_past(&self) {
+        self.processes.forget_ended();
     }
 }

@@ -19,7 +19,8 @@ use crate::{ENVD_VERSION, Origin, Services, files, process};
 const TOKEN_HEADER: &str = "x-access-token";
 /// The largest message that carries a piece of a program's input: a sixteenth of the memory, within
 /// these bounds, in bytes. A message is held several times over while it is decoded. What is larger
-/// is refused; `StreamInput` takes any amount in pieces.
+/// is refused; `StreamInput` takes any amount in pieces. All such messages together get no more memory than one of the
+/// largest: see [`crate::budget`].
 const INPUT_MESSAGE: (usize, usize) = (16 << 20, 64 << 20);
 const MAX_START_MESSAGE: usize = 16 << 20;
 
@@ -48,6 +49,12 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
     );
     let transfer = get(move |request| files::download(Arc::clone(&reading), request))
         .post(move |request| files::upload(Arc::clone(&writing), request));
+    let budget = services.input.clone();
+    let programs = Router::new()
+        .route_service("/process.Process/{method}", connect.clone())
+        .layer(axum::middleware::from_fn(move |request, next| {
+            budget.clone().serve(request, next)
+        }));
     let router = Router::new()
         .route("/health", get(|| async { StatusCode::NO_CONTENT }))
         .route(
@@ -63,7 +70,7 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
             "/files/compose",
             post(move |request| files::compose(Arc::clone(&joining), request)),
         )
-        .route_service("/process.Process/{method}", connect.clone())
+        .merge(programs)
         .route_service("/filesystem.Filesystem/{method}", connect)
         .fallback(|| async { refuse(StatusCode::NOT_FOUND, "there is no such route") })
         // The guest's disk is the limit of a file, and the services read bodies piece by piece.
@@ -115,7 +122,7 @@ fn init(core: &Core, body: &Bytes) -> Response {
     (StatusCode::NO_CONTENT, [("x-envd-version", ENVD_VERSION)]).into_response()
 }
 
-fn largest_input() -> usize {
+pub(crate) fn largest_input() -> usize {
     let memory = rustix::system::sysinfo();
     let total = memory.totalram.saturating_mul(memory.mem_unit.into());
     usize::try_from(total / 16)

@@ -89,6 +89,16 @@ fn kilobytes(meminfo: &str, key: &str) -> u64 {
     number.unwrap_or_default().saturating_mul(1024)
 }
 
+/// With less room than this a disk counts as full, bytes: some file systems keep a few blocks that no file gets.
+const FULL: u64 = 256 * 1024;
+
+/// Whether programs find no room on the guest's disk, be it for bytes or for files.
+pub(crate) fn disk_is_full() -> bool {
+    rustix::fs::statvfs("/").is_ok_and(|found| {
+        found.f_bavail.saturating_mul(found.f_frsize) < FULL || (found.f_files > 0 && found.f_favail == 0)
+    })
+}
+
 fn disk() -> (u64, u64) {
     let Ok(found) = rustix::fs::statvfs("/") else {
         return (0, 0);

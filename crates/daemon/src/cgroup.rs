@@ -2,23 +2,36 @@
 //!
 //! `/daemon` holds the daemon alone, with memory that is never taken from it and the best weight; `/agent` holds all else,
 //! kept below the machine's memory and process numbers so that a memory hog or fork bomb leaves the daemon answering.
+//!
+//! Only the daemon sees both, through a mount that has no place in the file system. What is mounted in the usual place
+//! begins at `/agent`, and programs are started in a cgroup namespace that begins there too, which the kernel takes for
+//! the border of a delegation: not even root in it can leave the group, thaw it, or lift its limits by mistake.
 
 use std::{
     fs::{self, File},
     io::{self, Write},
-    os::unix::fs::FileExt,
+    os::{
+        fd::{IntoRawFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     path::{Path, PathBuf},
+    thread,
     time::{Duration, Instant},
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    mount::{MountFlags, mount},
+    mount::{
+        FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, fsconfig_create, fsconfig_set_flag, fsmount,
+        fsopen, mount,
+    },
     system::sysinfo,
+    thread::{UnshareFlags, unshare_unsafe},
 };
+use space_channel::Activity;
 
-/// Where control groups are mounted.
+/// Where programs find control groups.
 pub const ROOT: &str = "/sys/fs/cgroup";
 /// Memory that is never reclaimed from the daemon.
 const DAEMON_MEMORY: u64 = 24 << 20;
@@ -29,22 +42,29 @@ const MAX_PIDS: u64 = 4096;
 /// Processes and threads kept from the agent when the kernel's own bound is low: the larger of this and a tenth.
 const RESERVED_PIDS: u64 = 256;
 
-/// Makes both groups and moves the calling process into the daemon's. Returns the agent's directory.
-pub fn set_up() -> io::Result<PathBuf> {
-    let root = Path::new(ROOT);
-    let hardened = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-    mount(
-        "cgroup2",
-        root,
-        "cgroup2",
-        hardened,
-        c"nsdelegate,memory_recursiveprot",
-    )?;
+/// The agent's group as the daemon reaches it.
+#[derive(Debug)]
+pub struct AgentHome {
+    /// Its directory, in a mount that only this process names.
+    pub directory: PathBuf,
+    /// A namespace that begins at it.
+    pub namespace: OwnedFd,
+}
+
+/// Makes both groups and moves the calling process into the daemon's. For the only thread of the first process.
+pub fn set_up() -> io::Result<AgentHome> {
+    let root = mount_unseen()?;
     let (daemon, agent) = (root.join("daemon"), root.join("agent"));
     fs::create_dir_all(&daemon)?;
     fs::create_dir_all(&agent)?;
+    // A namespace begins where the thread that makes it is. It must be there before the group has controllers for groups
+    // below it, since from then on it takes no process.
+    set(&agent, "cgroup.procs", "0")?;
+    let namespace = thread::spawn(agents_view)
+        .join()
+        .map_err(|_| io::Error::other("the thread for the agent's namespace ended"))??;
     set(&daemon, "cgroup.procs", "0")?;
-    set(root, "cgroup.subtree_control", "+cpu +memory +pids +io")?;
+    set(&root, "cgroup.subtree_control", "+cpu +memory +pids +io")?;
     set(&daemon, "memory.min", &DAEMON_MEMORY.to_string())?;
     set(&daemon, "memory.low", &(2 * DAEMON_MEMORY).to_string())?;
     set(&daemon, "cpu.weight", "10000")?;
@@ -59,10 +79,39 @@ pub fn set_up() -> io::Result<PathBuf> {
         &agent_pids(pid_max.min(threads_max)).to_string(),
     )?;
     set(&agent, "cpu.weight", "100")?;
-    set(&agent, "cgroup.subtree_control", "+cpu +memory +pids +io")?;
+    // What the services set or read for each command; the agent may enable more below, and pays for it.
+    set(&agent, "cgroup.subtree_control", "+cpu +memory +pids")?;
     // Inherited by children: the services set it back for what they start.
     fs::write("/proc/self/oom_score_adj", "-1000")?;
-    Ok(agent)
+    Ok(AgentHome {
+        directory: agent,
+        namespace,
+    })
+}
+
+/// Mounts the whole hierarchy where no path of the file system leads; returns the path that this process has to it.
+fn mount_unseen() -> io::Result<PathBuf> {
+    let hierarchy = fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for option in ["nsdelegate", "memory_recursiveprot"] {
+        fsconfig_set_flag(&hierarchy, option)?;
+    }
+    fsconfig_create(&hierarchy)?;
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let mounted = fsmount(&hierarchy, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
+    // Open for the daemon's whole life: the path goes through it.
+    Ok(PathBuf::from(format!("/proc/self/fd/{}", mounted.into_raw_fd())))
+}
+
+/// Puts the calling thread, which is to end soon, into a namespace that begins at its group, and mounts what is to be
+/// seen from there. Returns the namespace.
+fn agents_view() -> io::Result<OwnedFd> {
+    // SAFETY: this takes away neither descriptors nor memory that others share, only what the thread sees of groups.
+    unsafe { unshare_unsafe(UnshareFlags::NEWCGROUP) }?;
+    let hardened = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    mount("cgroup2", ROOT, "cgroup2", hardened, None)?;
+    Ok(File::open("/proc/thread-self/ns/cgroup")?.into())
 }
 
 /// Bytes the agent may use of `total`.
@@ -103,7 +152,11 @@ pub struct AgentGroup {
     freeze: File,
     events: File,
     memory_events: Option<File>,
+    pids_events: Option<File>,
     kill: File,
+    cpu: Option<File>,
+    io: Option<File>,
+    tasks: Option<File>,
 }
 
 impl AgentGroup {
@@ -112,7 +165,7 @@ impl AgentGroup {
         let open = |name: &str, write: bool| {
             let path = directory.join(name);
             File::options()
-                .read(!write)
+                .read(name != "cgroup.kill")
                 .write(write)
                 .open(&path)
                 .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
@@ -121,7 +174,11 @@ impl AgentGroup {
             freeze: open("cgroup.freeze", true)?,
             events: open("cgroup.events", false)?,
             memory_events: open("memory.events", false).ok(),
+            pids_events: open("pids.events", false).ok(),
             kill: open("cgroup.kill", true)?,
+            cpu: open("cpu.stat", false).ok(),
+            io: open("io.stat", false).ok(),
+            tasks: open("pids.current", false).ok(),
         })
     }
 
@@ -155,6 +212,43 @@ impl AgentGroup {
         self.kill.write_at(b"1", 0).map(drop)
     }
 
+    /// The file that wakes a poll for priority events when processes stop or begin to stand still.
+    pub fn freezes(&self) -> &File {
+        &self.events
+    }
+
+    /// Freezes again if somebody has let the processes run; `true` if so.
+    pub fn hold(&self) -> io::Result<bool> {
+        let mut wanted = [0; 8];
+        let length = self.freeze.read_at(&mut wanted, 0)?;
+        let thawed = !wanted[..length].starts_with(b"1");
+        if thawed {
+            self.freeze.write_at(b"1", 0)?;
+        }
+        Ok(thawed)
+    }
+
+    /// The file that wakes a poll for priority events when the agent was refused a process.
+    pub fn pids_events(&self) -> Option<&File> {
+        self.pids_events.as_ref()
+    }
+
+    /// How many times the agent was refused a process.
+    pub fn refused_processes(&self) -> u64 {
+        keyed(self.pids_events.as_ref(), "max")
+    }
+
+    /// What the agent has used and has; a few short reads. What a kernel does not count is zero.
+    pub fn activity(&self) -> Activity {
+        let tasks = self.tasks.as_ref().map(whole).unwrap_or_default();
+        Activity {
+            cpu_micros: keyed(self.cpu.as_ref(), "usage_usec"),
+            io_bytes: self.io.as_ref().map_or(0, |file| bytes_moved(&whole(file))),
+            tasks: tasks.trim().parse().unwrap_or_default(),
+            ..Activity::default()
+        }
+    }
+
     /// The file that wakes a poll for priority events when memory ran out in the group.
     pub fn memory_events(&self) -> Option<&File> {
         self.memory_events.as_ref()
@@ -162,11 +256,7 @@ impl AgentGroup {
 
     /// How many processes were killed in the group because memory ran out.
     pub fn out_of_memory_kills(&self) -> u64 {
-        let mut text = [0; 512];
-        let Some(Ok(length)) = self.memory_events.as_ref().map(|file| file.read_at(&mut text, 0)) else {
-            return 0;
-        };
-        value_of(&text[..length], "oom_kill").unwrap_or_default()
+        keyed(self.memory_events.as_ref(), "oom_kill")
     }
 
     fn is_frozen(&self) -> io::Result<bool> {
@@ -174,6 +264,32 @@ impl AgentGroup {
         let length = self.events.read_at(&mut text, 0)?;
         Ok(value_of(&text[..length], "frozen") == Some(1))
     }
+}
+
+/// The value of a key in a flat keyed file; zero if either is missing.
+fn keyed(file: Option<&File>, key: &str) -> u64 {
+    file.and_then(|file| value_of(whole(file).as_bytes(), key))
+        .unwrap_or_default()
+}
+
+/// A control file's text, as far as it is of interest here.
+fn whole(file: &File) -> String {
+    let mut text = [0; 4096];
+    let length = file.read_at(&mut text, 0).unwrap_or_default();
+    String::from_utf8_lossy(&text[..length]).into_owned()
+}
+
+/// Bytes read and written on all devices, of an `io.stat` file.
+fn bytes_moved(text: &str) -> u64 {
+    let figures = text.split_whitespace().filter_map(|field| {
+        let (name, value) = field.split_once('=')?;
+        if matches!(name, "rbytes" | "wbytes") {
+            value.parse().ok()
+        } else {
+            None
+        }
+    });
+    figures.fold(0, u64::saturating_add)
 }
 
 /// The value of a key in a flat keyed file.
@@ -196,6 +312,14 @@ mod tests {
         assert_eq!(agent_pids(32768), 4096);
         assert_eq!(agent_pids(1800), 1544);
         assert_eq!(agent_pids(100), 64);
+    }
+
+    #[test]
+    fn bytes_of_all_devices_are_added() {
+        let text =
+            "253:0 rbytes=10 wbytes=20 rios=3 wios=4 dbytes=99 dios=1\n253:16 rbytes=5 wbytes=0\n253:32\n";
+        assert_eq!(bytes_moved(text), 35);
+        assert_eq!(bytes_moved(""), 0);
     }
 
     #[test]

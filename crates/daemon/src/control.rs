@@ -10,6 +10,7 @@
 //! disk) are done by a thread of their own, one after the other.
 
 use std::{
+    fs::File,
     io,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError, mpsc},
@@ -22,7 +23,8 @@ use rustix::{
     io::Errno,
 };
 use space_channel::{
-    Event, GuestControl, GuestMessage, GuestState, HelloAck, HostMessage, HostRequest, Status, capabilities,
+    Activity, Event, GuestControl, GuestMessage, GuestState, HelloAck, HostMessage, HostRequest, Status,
+    capabilities,
 };
 use space_daemon_services::Services;
 
@@ -36,6 +38,8 @@ const MAX_FREEZE: Duration = Duration::from_secs(2);
 const MAX_WAITING: usize = 64 * 1024;
 /// Long acts waiting for their turn; further ones are refused.
 const MAX_SLOW: usize = 16;
+/// Between two reports that the agent is refused processes; a fork bomb is refused them all the time.
+const REFUSALS: Duration = Duration::from_secs(10);
 /// How long the host has to read the answer to a shutdown.
 const FAREWELL: Duration = Duration::from_millis(20);
 
@@ -80,6 +84,8 @@ struct Loop {
     finished: Arc<Finished>,
     thaw_at: Option<Instant>,
     kills: u64,
+    refused: u64,
+    refusals_reported: Option<Instant>,
 }
 
 /// A long act.
@@ -107,6 +113,7 @@ impl Loop {
             .name("slow".into())
             .spawn(move || do_slowly(&*kernel, &acts, &done))?;
         let kills = control.group.as_ref().map_or(0, AgentGroup::out_of_memory_kills);
+        let refused = control.group.as_ref().map_or(0, AgentGroup::refused_processes);
         Ok(Self {
             control,
             guest: GuestControl::new(),
@@ -115,6 +122,8 @@ impl Loop {
             finished,
             thaw_at: None,
             kills,
+            refused,
+            refusals_reported: None,
         })
     }
 
@@ -124,12 +133,19 @@ impl Loop {
                 return error;
             }
             // The answer to an identity is on its way.
-            if let Err(error) = self.control.files.tidy() {
-                say!("cannot tidy the identity files: {error}");
-            }
+            self.settle();
             if let Err(error) = self.wait() {
                 return error;
             }
+        }
+    }
+
+    /// Completes an identity: what is left of an earlier one goes.
+    fn settle(&mut self) {
+        match self.control.files.tidy() {
+            Ok(true) => self.control.services.forget_past(),
+            Ok(false) => {}
+            Err(error) => say!("cannot tidy the identity files: {error}"),
         }
     }
 
@@ -168,22 +184,22 @@ impl Loop {
             .map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let finished = Arc::clone(&self.finished);
-        let memory = self.control.group.as_ref().and_then(AgentGroup::memory_events);
+        let group = self.control.group.as_ref();
+        let memory = group.and_then(AgentGroup::memory_events);
+        let pids = group.and_then(AgentGroup::pids_events);
+        let freezes = group.filter(|_| self.thaw_at.is_some()).map(AgentGroup::freezes);
         let mut watched = [
             PollFd::from_borrowed_fd(self.control.port.changes(), PollFlags::IN),
             PollFd::from_borrowed_fd(finished.wake.as_fd(), PollFlags::IN),
-            // Without a group the third place only repeats the second.
-            match memory {
-                Some(file) => PollFd::new(file, PollFlags::PRI),
-                None => PollFd::from_borrowed_fd(finished.wake.as_fd(), PollFlags::IN),
-            },
+            if_there(memory, &finished.wake),
+            if_there(pids, &finished.wake),
+            if_there(freezes, &finished.wake),
         ];
         match poll(&mut watched, left.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let happened = |at: usize| !watched[at].revents().is_empty();
-        let (port, slow, memory) = (happened(0), happened(1), memory.is_some() && happened(2));
+        let [port, slow, memory, pids, freezes] = watched.map(|place| !place.revents().is_empty());
         if port {
             self.control.port.note_changes();
         }
@@ -198,6 +214,12 @@ impl Loop {
         }
         if memory {
             self.report_kills();
+        }
+        if pids {
+            self.report_refusals();
+        }
+        if freezes {
+            self.keep_frozen();
         }
         if self.thaw_at.is_some_and(|at| Instant::now() >= at) {
             say!("no thaw within {} s, thawing", WATCHDOG.as_secs());
@@ -238,7 +260,10 @@ impl Loop {
                 }
                 // Started from a frozen snapshot: from here on the agent sees the right clock and its own identity.
                 let thawed = match self.thaw_at {
-                    Some(_) => self.thaw().map_err(|error| ("thaw", error)),
+                    Some(_) => {
+                        self.settle();
+                        self.thaw().map_err(|error| ("thaw", error))
+                    }
                     None => Ok(()),
                 };
                 self.done(sequence, outcome.and(thawed));
@@ -265,12 +290,25 @@ impl Loop {
                 self.done(sequence, outcome);
             }
             HostMessage::Health => {
-                let uptime_ms = u64::try_from(self.control.kernel.uptime().as_millis()).unwrap_or(u64::MAX);
-                let processes = u32::try_from(self.control.services.process_count()).unwrap_or(u32::MAX);
+                let (uptime_ms, processes) = self.condition();
                 self.say(&GuestMessage::HealthAck {
                     of_sequence: sequence,
                     uptime_ms,
                     processes,
+                });
+            }
+            HostMessage::Activity => {
+                let (uptime_ms, processes) = self.condition();
+                let used = self.control.group.as_ref().map(AgentGroup::activity);
+                self.say(&GuestMessage::ActivityAck {
+                    of_sequence: sequence,
+                    uptime_ms,
+                    processes,
+                    activity: Activity {
+                        tunnels: self.control.gate.tunnels(),
+                        requests: self.control.gate.requests(),
+                        ..used.unwrap_or_default()
+                    },
                 });
             }
             HostMessage::Quiesce => {
@@ -287,12 +325,22 @@ impl Loop {
     }
 
     fn capabilities(&self) -> u64 {
-        let freeze = if self.control.group.is_some() {
-            capabilities::FREEZE
+        let of_group = if self.control.group.is_some() {
+            capabilities::FREEZE | capabilities::ACTIVITY
         } else {
             0
         };
-        freeze | capabilities::TUNNEL | capabilities::QUIESCE
+        of_group | capabilities::TUNNEL | capabilities::QUIESCE
+    }
+
+    /// Milliseconds since the start, and commands that run.
+    fn condition(&self) -> (u64, u32) {
+        let uptime = self.control.kernel.uptime().as_millis();
+        let processes = self.control.services.process_count();
+        (
+            u64::try_from(uptime).unwrap_or(u64::MAX),
+            u32::try_from(processes).unwrap_or(u32::MAX),
+        )
     }
 
     fn freeze(&mut self, sequence: u32, limit: Duration) {
@@ -317,6 +365,17 @@ impl Loop {
     fn thaw(&mut self) -> io::Result<()> {
         self.thaw_at = None;
         self.control.group.as_ref().map_or(Ok(()), AgentGroup::thaw)
+    }
+
+    /// Holds a freeze against whoever tries to end it from inside, and tells the host, whose snapshot may be of two
+    /// instants now.
+    fn keep_frozen(&mut self) {
+        match self.control.group.as_ref().map(AgentGroup::hold) {
+            Some(Ok(true)) => self.notify(Event::AgentThawed),
+            // Some process has come or gone, all as it should.
+            Some(Ok(false)) | None => {}
+            Some(Err(error)) => say!("cannot look after the freeze: {error}"),
+        }
     }
 
     fn shut_down(&mut self, sequence: u32) {
@@ -350,6 +409,22 @@ impl Loop {
         }
     }
 
+    fn report_refusals(&mut self) {
+        let refused = self
+            .control
+            .group
+            .as_ref()
+            .map_or(0, AgentGroup::refused_processes);
+        let recently = |at: Instant| at.elapsed() < REFUSALS;
+        if refused <= self.refused || self.refusals_reported.is_some_and(recently) {
+            return;
+        }
+        let detail = format!("refused {} times to start a process", refused - self.refused);
+        self.refused = refused;
+        self.refusals_reported = Some(Instant::now());
+        self.notify(Event::AgentProcessLimit { detail });
+    }
+
     fn done(&mut self, sequence: u32, outcome: Result<(), (&'static str, io::Error)>) {
         match outcome {
             Ok(()) => self.acknowledge(sequence, Status::Ok, String::new()),
@@ -377,6 +452,14 @@ impl Loop {
 
     fn say(&mut self, message: &GuestMessage) {
         self.guest.say(message, &mut self.waiting);
+    }
+}
+
+/// Waits for a control file's event; for a file that is not there a place that nothing wakes.
+fn if_there<'a>(file: Option<&'a File>, other: &'a OwnedFd) -> PollFd<'a> {
+    match file {
+        Some(file) => PollFd::new(file, PollFlags::PRI),
+        None => PollFd::new(other, PollFlags::empty()),
     }
 }
 

@@ -12,11 +12,17 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     pin::{Pin, pin},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     task::{Context, Poll, Waker},
 };
 
-use axum::{Router, body::Body};
+use axum::{
+    Router,
+    body::{Body, HttpBody},
+};
 use bytes::Bytes;
 use http::{Method, Request, Response};
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
@@ -44,6 +50,8 @@ const MAX_HEADERS: u32 = 64 * 1024;
 pub struct DataGate {
     newest: Mutex<Newest>,
     opened: Notify,
+    tunnels: Count,
+    requests: Count,
 }
 
 #[derive(Debug, Default)]
@@ -89,12 +97,73 @@ impl DataGate {
         }
     }
 
+    /// Tunnels that are open.
+    pub fn tunnels(&self) -> u32 {
+        self.tunnels.get()
+    }
+
+    /// Requests, other than tunnels, whose answer has not ended.
+    pub fn requests(&self) -> u32 {
+        self.requests.get()
+    }
+
     fn is_newest(&self, session: u64) -> bool {
         self.lock().session == session
     }
 
     fn lock(&self) -> MutexGuard<'_, Newest> {
         self.newest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How many of something there are at the moment.
+#[derive(Debug, Clone, Default)]
+struct Count(Arc<AtomicU32>);
+
+impl Count {
+    fn get(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn one(&self) -> Counted {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Counted(Arc::clone(&self.0))
+    }
+}
+
+/// One of them, until dropped.
+#[derive(Debug)]
+pub struct Counted(Arc<AtomicU32>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An answer's body that counts as a request until its end.
+struct CountedBody {
+    body: Body,
+    _request: Counted,
+}
+
+impl HttpBody for CountedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -120,7 +189,7 @@ pub async fn serve(port: Port, gate: Arc<DataGate>, router: Router) -> io::Error
             };
             let tasks = SessionTasks::default();
             tokio::select! {
-                outcome = serve_session(stream, nonce, router.clone(), tasks.clone()) => {
+                outcome = serve_session(stream, nonce, router.clone(), &gate, tasks.clone()) => {
                     // The end of a session that another has replaced is no news.
                     if let (Err(error), true) = (outcome, gate.is_newest(session)) {
                         say!("the data session ended: {error}");
@@ -141,12 +210,20 @@ async fn serve_session(
     mut stream: SessionStream,
     nonce: Nonce,
     router: Router,
+    gate: &DataGate,
     tasks: SessionTasks,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let prefix = seek(&mut stream, &nonce).await?;
     stream.write_all(nonce.as_bytes()).await?;
     let handlers = tasks.clone();
-    let service = service_fn(move |request| answer(request, router.clone(), handlers.clone()));
+    let (tunnels, requests) = (gate.tunnels.clone(), gate.requests.clone());
+    let service = service_fn(move |request: Request<Incoming>| {
+        let counted = match *request.method() {
+            Method::CONNECT => tunnels.one(),
+            _ => requests.one(),
+        };
+        answer(request, router.clone(), handlers.clone(), counted)
+    });
     http2::Builder::new(tasks)
         .initial_stream_window_size(windows::STREAM_WINDOW)
         .initial_connection_window_size(windows::CONNECTION_WINDOW)
@@ -175,11 +252,18 @@ async fn answer(
     request: Request<Incoming>,
     router: Router,
     tasks: SessionTasks,
+    counted: Counted,
 ) -> Result<Response<Body>, std::convert::Infallible> {
     if request.method() == Method::CONNECT {
-        return Ok(tunnel::connect(request, &tasks).await);
+        return Ok(tunnel::connect(request, &tasks, counted).await);
     }
-    router.oneshot(request.map(Body::new)).await
+    let response = router.oneshot(request.map(Body::new)).await?;
+    Ok(response.map(|body| {
+        Body::new(CountedBody {
+            body,
+            _request: counted,
+        })
+    }))
 }
 
 /// The tasks of one session; they end with it.

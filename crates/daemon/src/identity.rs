@@ -115,10 +115,10 @@ impl IdentityFiles {
         first
     }
 
-    /// Does what [`IdentityFiles::apply`] left for later, if anything.
-    pub fn tidy(&mut self) -> io::Result<()> {
+    /// Does what [`IdentityFiles::apply`] left for later; `false` if that was nothing.
+    pub fn tidy(&mut self) -> io::Result<bool> {
         let Some(hostname) = self.untidy.take() else {
-            return Ok(());
+            return Ok(false);
         };
         // The host name keeps one newline, as is usual; a token has none.
         for (file, newlines) in [
@@ -129,16 +129,14 @@ impl IdentityFiles {
         ] {
             file.trim(newlines)?;
         }
-        if hostname.is_empty() {
-            return Ok(());
-        }
         let length = self.hosts.metadata()?.len();
-        if length > MAX_HOSTS {
-            return Ok(());
+        if hostname.is_empty() || length > MAX_HOSTS {
+            return Ok(true);
         }
         let mut old = vec![0; usize::try_from(length).unwrap_or_default()];
         self.hosts.read_exact_at(&mut old, 0)?;
-        overwrite(&self.hosts, &renamed(&old, &hostname))
+        overwrite(&self.hosts, &renamed(&old, &hostname))?;
+        Ok(true)
     }
 }
 
@@ -255,5 +253,70 @@ mod tests {
             read("hosts"),
             "127.0.0.1 localhost\n127.0.1.1 one # this sandbox\n"
         );
+    }
+
+    /// A machine of the warm pool has had an identity that was thrown away.
+    #[test]
+    fn a_second_new_identity_leaves_nothing_of_the_first() {
+        let first = Identity {
+            hostname: "the-first-of-all-names-and-the-longest".into(),
+            guest_token: "first-token-that-is-rather-long".into(),
+            ..identity(IdentityMode::New)
+        };
+        let second = Identity {
+            realtime_ns: 6,
+            entropy: [8; ENTROPY_LENGTH],
+            generation: 4,
+            machine_id: [0xcd; 16],
+            boot_id: [0x34; 16],
+            hostname: "two".into(),
+            guest_token: "other".into(),
+            ..identity(IdentityMode::New)
+        };
+        for tidied_between in [true, false] {
+            let directory = tempfile::tempdir().unwrap();
+            let mut files = IdentityFiles::create(directory.path()).unwrap();
+            files
+                .begin(b"before\n", b"127.0.0.1 localhost\n", "space")
+                .unwrap();
+            let kernel = Recording::default();
+            files.apply(&kernel, &first).unwrap();
+            if tidied_between {
+                assert!(files.tidy().unwrap());
+            }
+            files.apply(&kernel, &second).unwrap();
+            // Before the files are tidied, what programs read is right already but for newlines and the hosts file.
+            let read = |name: &str| fs::read_to_string(directory.path().join(name)).unwrap();
+            let shown =
+                ["machine-id", "boot-id", "hostname", "token"].map(|name| read(name).trim_end().to_owned());
+            let boot_id = "34343434-3434-3434-3434-343434343434";
+            assert_eq!(
+                shown,
+                ["cd".repeat(16), boot_id.into(), "two".into(), "other".into()]
+            );
+            assert!(files.tidy().unwrap());
+            assert!(!files.tidy().unwrap());
+            assert_eq!(
+                kernel.calls(),
+                [
+                    "reseed 9",
+                    "clock 5",
+                    "hostname the-first-of-all-names-and-the-longest",
+                    "reseed 8",
+                    "clock 6",
+                    "hostname two"
+                ]
+            );
+            assert_eq!(files.generation(), 4);
+            let all = ["machine-id", "boot-id", "hostname", "token", "hosts"].map(read);
+            let expected = [
+                format!("{}\n", "cd".repeat(16)),
+                format!("{boot_id}\n"),
+                "two\n".into(),
+                "other".into(),
+                "127.0.0.1 localhost\n127.0.1.1 two # this sandbox\n".into(),
+            ];
+            assert_eq!(all, expected);
+        }
     }
 }

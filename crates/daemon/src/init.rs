@@ -59,18 +59,20 @@ pub fn run() -> anyhow::Result<std::convert::Infallible> {
         .context("cannot set the host name")?;
     let files = settle_files().context("cannot write the machine's identity files")?;
     raise_descriptor_limit();
+    refuse_dumps();
     log::install_tracing();
 
     let reaper = Reaper::new().context("cannot prepare reaping")?;
     let config = ServiceConfig {
-        agent_cgroup: Some(agent.clone()),
+        agent_cgroup: Some(agent.directory.clone()),
+        cgroup_namespace: Some(agent.namespace),
         ..ServiceConfig::default()
     };
     let services = Services::new(config);
     let control = Control {
         port: Port::open(CONTROL_PORT).context("cannot open the control port")?,
         kernel: Arc::new(kernel),
-        group: Some(AgentGroup::open(&agent).context("cannot open the agent's control group")?),
+        group: Some(AgentGroup::open(&agent.directory).context("cannot open the agent's control group")?),
         files,
         gate: Arc::default(),
         services,
@@ -84,6 +86,14 @@ pub fn run() -> anyhow::Result<std::convert::Infallible> {
     .context("cannot serve")?;
     say!("serving");
     Err(reaper.run()).context("cannot reap")
+}
+
+/// Makes the daemon's memory and descriptors root's alone, whatever identity a thread of it borrows for a file.
+fn refuse_dumps() {
+    use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+    if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
+        say!("the daemon can be looked into: {error}");
+    }
 }
 
 /// Brings the interfaces up. A machine without a network serves all the same.

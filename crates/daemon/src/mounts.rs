@@ -175,7 +175,16 @@ pub fn finish() -> Result<(), MountError> {
     ] {
         replace_by_link(link, target).map_err(step("link /dev/fd"))?;
     }
-    fs::create_dir_all(crate::RUN_DIRECTORY).map_err(step("make /run/space"))
+    fs::create_dir_all(crate::RUN_DIRECTORY).map_err(step("make /run/space"))?;
+    // Of its own, so that nobody who fills /run keeps the daemon from saying who this machine is.
+    mount(
+        "tmpfs",
+        crate::RUN_DIRECTORY,
+        "tmpfs",
+        MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC,
+        c"mode=0755,size=1m",
+    )
+    .map_err(mounting("/run/space"))
 }
 
 /// Lays a file over another, which need not be replaceable.

@@ -11,7 +11,10 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use tokio::{io::copy_bidirectional_with_sizes, net::TcpStream, time::timeout};
 
-use crate::{data::SessionTasks, network};
+use crate::{
+    data::{Counted, SessionTasks},
+    network,
+};
 
 /// Where a service may listen, in the order tried.
 const ADDRESSES: [IpAddr; 3] = [
@@ -26,8 +29,9 @@ const BUFFER: usize = 16 * 1024;
 /// Tells the host that nothing listens there.
 const PORT_CLOSED: &str = "space-port-closed";
 
-/// Answers a `CONNECT`: 200 and a tunnel, 400 if the authority is none of the guest's, 502 if nothing listens.
-pub async fn connect(request: Request<Incoming>, tasks: &SessionTasks) -> Response<Body> {
+/// Answers a `CONNECT`: 200 and a tunnel, 400 if the authority is none of the guest's, 502 if nothing listens. The tunnel is
+/// counted as long as it is open.
+pub async fn connect(request: Request<Incoming>, tasks: &SessionTasks, counted: Counted) -> Response<Body> {
     let Some(port) = request.uri().authority().and_then(loopback_port) else {
         return plain(
             StatusCode::BAD_REQUEST,
@@ -48,6 +52,7 @@ pub async fn connect(request: Request<Incoming>, tasks: &SessionTasks) -> Respon
         let (mut outer, mut inner) = (TokioIo::new(outer), inner);
         // An error is one side's end, which the other learns from its closed connection.
         drop(copy_bidirectional_with_sizes(&mut outer, &mut inner, BUFFER, BUFFER).await);
+        drop(counted);
     });
     Response::new(Body::empty())
 }

@@ -21,6 +21,8 @@ pub(crate) struct Circumstances {
     pub(crate) deadline_passed: bool,
     pub(crate) killed: bool,
     pub(crate) out_of_memory: bool,
+    /// The disk has no room now that it has ended.
+    pub(crate) disk_full: bool,
 }
 
 impl Circumstances {
@@ -28,7 +30,11 @@ impl Circumstances {
     /// and exits by itself has exited.
     pub(crate) fn cause(self, status: ExitStatus) -> Cause {
         match status {
+            ExitStatus::Exited(0) => Cause::CAUSE_EXIT,
+            ExitStatus::Exited(_) if self.disk_full => Cause::CAUSE_DISK_FULL,
             ExitStatus::Exited(_) => Cause::CAUSE_EXIT,
+            // A page of a mapped file for which there is no room.
+            ExitStatus::Signaled(libc::SIGBUS) if self.disk_full => Cause::CAUSE_DISK_FULL,
             ExitStatus::Signaled(libc::SIGKILL) if self.deadline_passed => Cause::CAUSE_DEADLINE,
             ExitStatus::Signaled(libc::SIGKILL) if self.killed => Cause::CAUSE_KILLED,
             ExitStatus::Signaled(libc::SIGKILL) if self.out_of_memory => Cause::CAUSE_OUT_OF_MEMORY,
@@ -51,6 +57,7 @@ impl End {
             (Cause::CAUSE_OUT_OF_MEMORY, _) => {
                 Some("the command was killed because the sandbox ran out of memory".to_owned())
             }
+            (Cause::CAUSE_DISK_FULL, _) => Some(format!("{status}; the sandbox's disk is full")),
             (_, ExitStatus::Exited(0)) => None,
             (_, ExitStatus::Unknown) => Some("the exit status of the command was lost".to_owned()),
             _ => Some(status.clone()),
@@ -106,7 +113,15 @@ mod tests {
             deadline_passed: false,
             killed: false,
             out_of_memory: false,
+            disk_full: false,
         };
+        let full = Circumstances {
+            disk_full: true,
+            ..calm
+        };
+        assert_eq!(full.cause(ExitStatus::Exited(1)), Cause::CAUSE_DISK_FULL);
+        assert_eq!(full.cause(ExitStatus::Exited(0)), Cause::CAUSE_EXIT);
+        assert_eq!(full.cause(ExitStatus::Signaled(9)), Cause::CAUSE_SIGNAL);
         let killed = ExitStatus::Signaled(9);
         assert_eq!(calm.cause(ExitStatus::Exited(3)), Cause::CAUSE_EXIT);
         assert_eq!(calm.cause(killed), Cause::CAUSE_SIGNAL);

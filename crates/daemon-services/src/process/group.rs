@@ -1,7 +1,8 @@
 //! One cgroup per process, so that nothing it starts can get away.
 //!
 //! Groups are plain directories below the agent's cgroup. A few are made ahead of use, because
-//! making one takes longer than starting a small program.
+//! making one takes longer than starting a small program; they are made when a command has ended, so
+//! that the making takes no time from one that has just begun.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -16,24 +17,37 @@ use tokio::time::timeout;
 
 use crate::descriptor;
 
-/// Groups kept ready. Two cover a command that is started while the first refill still runs.
-const SPARES: usize = 2;
+/// Groups kept ready: for commands that begin before an earlier one has ended.
+const SPARES: usize = 4;
+/// The share of the agent's processes that no single command gets, so that a fork bomb leaves room
+/// for the command that stops it: one part of so many, and at least so many processes.
+const KEPT_PROCESSES: (u64, u64) = (8, 32);
 /// A control file that answers more than this is not one of the kernel's.
 const MAX_CONTROL_FILE: u64 = 1 << 20;
+/// Groups below one that are looked into for members.
+const MAX_NESTED: usize = 256;
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The parent of all groups.
 #[derive(Debug)]
 pub(crate) struct Groups {
     parent: PathBuf,
+    /// Most processes and threads in one group, if the agent has a limit at all.
+    most_processes: Option<u64>,
     next: AtomicU64,
     spares: Mutex<Vec<Group>>,
 }
 
 impl Groups {
     pub(crate) fn new(parent: PathBuf) -> Self {
+        let limit = fs::read_to_string(parent.join("pids.max")).unwrap_or_default();
+        let most_processes = limit.trim().parse().ok().map(|limit: u64| {
+            let (part, least) = KEPT_PROCESSES;
+            limit.saturating_sub((limit / part).max(least)).max(1)
+        });
         Self {
             parent,
+            most_processes,
             next: AtomicU64::new(1),
             spares: Mutex::default(),
         }
@@ -46,6 +60,14 @@ impl Groups {
             Some(group) => Ok(group),
             None => self.make(),
         }
+    }
+
+    /// Whether the next start would have to make its own.
+    pub(crate) fn are_used_up(&self) -> bool {
+        self.spares
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_empty()
     }
 
     /// Makes groups ahead of use.
@@ -74,11 +96,10 @@ impl Groups {
             }
             let directory = fs::File::open(&path)?.into();
             let group = Group { path, directory };
-            // All or nothing: half a program is worse than none. Absent without the controller.
-            if let Err(error) = group.write("memory.oom.group", "1")
-                && error.kind() != io::ErrorKind::NotFound
-            {
-                tracing::warn!(%error, "cannot set memory.oom.group");
+            // All or nothing: half a program is worse than none.
+            group.set("memory.oom.group", "1");
+            if let Some(most) = self.most_processes {
+                group.set("pids.max", &most.to_string());
             }
             return Ok(group);
         }
@@ -106,10 +127,22 @@ impl Group {
         self.write("cgroup.kill", "1")
     }
 
-    /// Pids of the members. Groups that a member made below this one are not listed.
+    /// Pids of the members, those in groups that a member made below this one too.
     pub(crate) fn members(&self) -> Vec<i32> {
-        let text = self.read("cgroup.procs").unwrap_or_default();
-        text.lines().filter_map(|line| line.trim().parse().ok()).collect()
+        let mut found = Vec::new();
+        let mut below = vec![self.path.clone()];
+        let mut looked_at = 0;
+        while let Some(directory) = below.pop() {
+            let text = read(&directory.join("cgroup.procs")).unwrap_or_default();
+            found.extend(text.lines().filter_map(|line| line.trim().parse::<i32>().ok()));
+            looked_at += 1;
+            if looked_at < MAX_NESTED {
+                let entries = fs::read_dir(&directory).into_iter().flatten().flatten();
+                let nested = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+                below.extend(nested.map(|entry| entry.path()).take(MAX_NESTED));
+            }
+        }
+        found
     }
 
     /// Whether anything lives in the group or below it.
@@ -147,11 +180,16 @@ impl Group {
     }
 
     fn read(&self, name: &str) -> io::Result<String> {
-        let mut text = String::new();
-        fs::File::open(self.path.join(name))?
-            .take(MAX_CONTROL_FILE)
-            .read_to_string(&mut text)?;
-        Ok(text)
+        read(&self.path.join(name))
+    }
+
+    /// Sets what only some kernels and hierarchies have.
+    fn set(&self, name: &str, value: &str) {
+        if let Err(error) = self.write(name, value)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, "cannot set {name}");
+        }
     }
 
     fn write(&self, name: &str, value: &str) -> io::Result<()> {
@@ -160,6 +198,14 @@ impl Group {
             .open(self.path.join(name))?
             .write_all(value.as_bytes())
     }
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    fs::File::open(path)?
+        .take(MAX_CONTROL_FILE)
+        .read_to_string(&mut text)?;
+    Ok(text)
 }
 
 impl Group {

@@ -5,7 +5,7 @@
 //! Between the two the child makes only plain system calls on memory prepared beforehand:
 //!
 //! ```text
-//!   clone3(VM, VFORK, PIDFD, INTO_CGROUP) ─▶ setsid ─▶ terminal ─▶ 0,1,2 ─▶ close the rest
+//!   clone3(VM, VFORK, PIDFD, INTO_CGROUP) ─▶ cgroup namespace ─▶ setsid ─▶ terminal ─▶ 0,1,2 ─▶ close the rest
 //!     ─▶ signals, oom score, nice ─▶ groups, gid, uid ─▶ chdir ─▶ execve
 //! ```
 //!
@@ -16,7 +16,8 @@
 use std::ffi::{CString, c_char, c_int, c_long, c_void};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::ptr;
+use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
 
 /// Enough for the child's few frames; it calls nothing that allocates.
 const STACK_BYTES: usize = 64 * 1024;
@@ -40,6 +41,8 @@ pub(crate) struct Plan {
     pub(crate) terminal: bool,
     /// A cgroup v2 directory.
     pub(crate) cgroup: Option<RawFd>,
+    /// A cgroup namespace for the program to see, and to be held in.
+    pub(crate) cgroup_namespace: Option<RawFd>,
     /// Set the out-of-memory score back to neutral.
     pub(crate) reset_oom_score: bool,
 }
@@ -57,6 +60,7 @@ pub(crate) struct Identity {
 #[repr(i32)]
 pub(crate) enum Step {
     Clone = 1,
+    Namespace,
     Session,
     Terminal,
     Descriptors,
@@ -82,6 +86,9 @@ struct Shared {
     identity: Option<(u32, u32, usize, *const u32)>,
     stdio: [c_int; 3],
     terminal: bool,
+    cgroup_namespace: Option<c_int>,
+    /// Signals that this process ignores and the program must not.
+    ignored: &'static [c_int],
     reset_oom_score: bool,
     failure: Option<(Step, c_int)>,
 }
@@ -102,8 +109,33 @@ struct CloneArguments {
     cgroup: u64,
 }
 
-#[repr(align(16))]
-struct Stack([u8; STACK_BYTES]);
+/// The stack of a launching thread's children, one after the other: the thread waits for each. Fresh memory for every
+/// child would cost a page fault per page.
+struct Stack(NonNull<u8>);
+
+impl Stack {
+    const LAYOUT: std::alloc::Layout = match std::alloc::Layout::from_size_align(STACK_BYTES, 16) {
+        Ok(layout) => layout,
+        Err(_) => panic!("a stack's size is a multiple of its alignment"),
+    };
+
+    fn new() -> Self {
+        // SAFETY: the layout's size is not zero.
+        let memory = unsafe { std::alloc::alloc(Self::LAYOUT) };
+        Self(NonNull::new(memory).unwrap_or_else(|| std::alloc::handle_alloc_error(Self::LAYOUT)))
+    }
+}
+
+impl Drop for Stack {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new` with the same layout, and no child uses it when its thread ends.
+        unsafe { std::alloc::dealloc(self.0.as_ptr(), Self::LAYOUT) };
+    }
+}
+
+thread_local! {
+    static STACK: Stack = Stack::new();
+}
 
 const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
@@ -128,17 +160,19 @@ pub(crate) fn launch(plan: &Plan) -> Result<(i32, OwnedFd), LaunchError> {
             plan.stdio[2].as_raw_fd(),
         ],
         terminal: plan.terminal,
+        cgroup_namespace: plan.cgroup_namespace,
+        ignored: ignored_signals(),
         reset_oom_score: plan.reset_oom_score,
         failure: None,
     };
-    let mut stack: Box<Stack> = Box::new(Stack([0; STACK_BYTES]));
+    let stack = STACK.with(|stack| stack.0.as_ptr());
     let mut pidfd: c_int = -1;
     let base = (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD).cast_unsigned();
     let mut arguments = CloneArguments {
         flags: u64::from(base) | CLONE_CLEAR_SIGHAND,
         pidfd: ptr::from_mut(&mut pidfd) as u64,
         exit_signal: u64::from(libc::SIGCHLD.cast_unsigned()),
-        stack: stack.0.as_mut_ptr() as u64,
+        stack: stack as u64,
         stack_size: STACK_BYTES as u64,
         ..CloneArguments::default()
     };
@@ -180,6 +214,31 @@ pub(crate) fn launch(plan: &Plan) -> Result<(i32, OwnedFd), LaunchError> {
         });
     }
     Ok((pid, pidfd))
+}
+
+/// The signals that this process ignores, as asked once: it changes none of them later. Handlers need no care, the kernel
+/// takes them from the child.
+fn ignored_signals() -> &'static [c_int] {
+    static IGNORED: OnceLock<Vec<c_int>> = OnceLock::new();
+    IGNORED.get_or_init(|| {
+        // Of the kernel itself, since the C library keeps some signals to itself. The handler is the first word of the
+        // kernel's structure, which is shorter than this.
+        let is_ignored = |signal: &c_int| {
+            let mut action = [0_usize; 8];
+            // SAFETY: only reads the action into memory that is large enough.
+            let asked = unsafe {
+                libc::syscall(
+                    libc::SYS_rt_sigaction,
+                    *signal,
+                    ptr::null::<usize>(),
+                    action.as_mut_ptr(),
+                    8usize,
+                )
+            };
+            asked == 0 && action[0] == libc::SIG_IGN
+        };
+        (1..=64).filter(is_ignored).collect()
+    })
 }
 
 /// Blocks every signal of this thread while it lives.
@@ -306,6 +365,12 @@ unsafe extern "C" fn child_main(shared: *mut Shared) -> ! {
 unsafe fn prepare(shared: &Shared) -> Result<(), Step> {
     // SAFETY: plain system calls on valid pointers.
     unsafe {
+        if let Some(namespace) = shared.cgroup_namespace {
+            check(
+                libc::syscall(libc::SYS_setns, namespace, libc::CLONE_NEWCGROUP),
+                Step::Namespace,
+            )?;
+        }
         check(libc::syscall(libc::SYS_setsid), Step::Session)?;
         if shared.terminal {
             check(
@@ -323,11 +388,9 @@ unsafe fn prepare(shared: &Shared) -> Result<(), Step> {
         libc::syscall(libc::SYS_close_range, 3 as c_int, c_int::MAX, 0 as c_int);
 
         // Handlers are gone (CLEAR_SIGHAND); what this process ignores must not be ignored by its
-        // children.
-        // Asked of the kernel itself, since the C library keeps some signals to itself. All zero is
-        // the default action, however the structure is laid out.
+        // children. All zero is the default action, however the structure is laid out.
         let default = [0u64; 4];
-        for signal in 1..=64 {
+        for &signal in shared.ignored {
             libc::syscall(
                 libc::SYS_rt_sigaction,
                 signal,
@@ -407,6 +470,7 @@ mod tests {
             ],
             terminal: false,
             cgroup: None,
+            cgroup_namespace: None,
             reset_oom_score: false,
         };
         (plan, output)

@@ -20,7 +20,6 @@ use space_proto::process::{ProcessConfig, ProcessInfo};
 use tokio::time::Instant;
 
 use crate::account::AccountError;
-use crate::children::Children;
 use crate::core::Core;
 use crate::paths::PathError;
 
@@ -233,7 +232,6 @@ struct Registry {
 #[derive(Debug)]
 pub(crate) struct Processes {
     core: Arc<Core>,
-    children: Arc<Children>,
     groups: Option<Arc<Groups>>,
     launchers: Launchers,
     budget: Budget,
@@ -243,7 +241,7 @@ pub(crate) struct Processes {
 }
 
 impl Processes {
-    pub(crate) fn new(core: Arc<Core>, children: Arc<Children>) -> Self {
+    pub(crate) fn new(core: Arc<Core>) -> Self {
         let groups = core
             .config
             .agent_cgroup
@@ -252,7 +250,6 @@ impl Processes {
         let score = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
         Self {
             core,
-            children,
             groups,
             launchers: Launchers::default(),
             budget: Budget::default(),
@@ -274,6 +271,11 @@ impl Processes {
         if let Err(error) = self.launchers.give(Box::new(work)) {
             tracing::debug!(%error, "no thread to prepare a process group");
         }
+    }
+
+    /// Forgets what has ended: it belonged to whoever had this machine before.
+    pub(crate) fn forget_ended(&self) {
+        self.registry().remembered.clear();
     }
 
     fn registry(&self) -> MutexGuard<'_, Registry> {

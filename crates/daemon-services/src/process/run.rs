@@ -16,8 +16,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::account::Account;
-use crate::children::Child;
-use crate::paths;
+use crate::children::{Child, ExitStatus};
+use crate::{paths, usage};
 
 use super::end::{Circumstances, End};
 use super::group::Group;
@@ -88,11 +88,12 @@ impl Processes {
             stdio: ends.program,
             terminal: ends.terminal.is_some(),
             cgroup: None,
+            cgroup_namespace: None,
             reset_oom_score: self.reset_oom_score,
         };
 
         let groups = self.groups.clone();
-        let reservation = self.children.reserve();
+        let core = Arc::clone(&self.core);
         // Launching waits for the new program's pages, so it must not hold up the event loop.
         let launched = self.launchers.run(move || {
             let group = groups
@@ -103,7 +104,12 @@ impl Processes {
                     what: "making a process group",
                     source,
                 })?;
-            let launched = launch_in(plan, group.as_ref(), implicit);
+            let plan = Plan {
+                cgroup: group.as_ref().map(Group::descriptor),
+                cgroup_namespace: core.config.cgroup_namespace.as_ref().map(AsRawFd::as_raw_fd),
+                ..plan
+            };
+            let launched = launch_in(plan, implicit);
             let (pid, pidfd) = launched.map_err(|error| explain(error, &config.cmd, &directory))?;
             Ok::<_, ProcessError>((pid, pidfd, group, config))
         });
@@ -118,7 +124,7 @@ impl Processes {
             }
         };
         let kept = pidfd.try_clone();
-        let child = reservation.register(pid, pidfd);
+        let child = Child::new(pid, pidfd);
         let pidfd = match kept {
             Ok(pidfd) => Arc::new(pidfd),
             Err(source) => {
@@ -163,7 +169,10 @@ impl Processes {
     /// Supervises a started process until its end, and after it until its group is empty.
     pub(crate) fn watch(self: &Arc<Self>, started: Started, deadline: Option<Instant>) {
         tokio::spawn(supervise(Arc::clone(self), started, deadline));
-        self.prepare();
+        // Otherwise when a command has ended, so that this one has the processor to itself.
+        if self.groups.as_ref().is_some_and(|groups| groups.are_used_up()) {
+            self.prepare();
+        }
     }
 }
 
@@ -220,15 +229,19 @@ async fn supervise(processes: Arc<Processes>, started: Started, deadline: Option
     let circumstances = Circumstances {
         deadline_passed,
         killed: process.killed.load(Ordering::Relaxed),
-        out_of_memory: group
-            .as_ref()
-            .is_some_and(|group| group.out_of_memory_kills() > 0),
+        // Each is looked up only where it can be the explanation: this is on the way of every answer.
+        out_of_memory: status == ExitStatus::Signaled(libc::SIGKILL)
+            && group
+                .as_ref()
+                .is_some_and(|group| group.out_of_memory_kills() > 0),
+        disk_full: status != ExitStatus::Exited(0) && usage::disk_is_full(),
     };
     let end = End {
         status,
         cause: circumstances.cause(status),
         left_behind: group
             .as_ref()
+            .filter(|group| group.is_populated())
             .map_or(0, |g| u32::try_from(g.members().len()).unwrap_or(u32::MAX)),
         totals: process.log.totals(),
     };
@@ -253,6 +266,7 @@ async fn supervise(processes: Arc<Processes>, started: Started, deadline: Option
         process.handles().group = None;
         processes.remember(serial, &process);
         group.remove().await;
+        processes.prepare();
     } else {
         processes.remember(serial, &process);
     }
@@ -325,8 +339,7 @@ fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     }
 }
 
-fn launch_in(mut plan: Plan, group: Option<&Group>, implicit: bool) -> Result<(i32, OwnedFd), LaunchError> {
-    plan.cgroup = group.map(Group::descriptor);
+fn launch_in(mut plan: Plan, implicit: bool) -> Result<(i32, OwnedFd), LaunchError> {
     match launch(&plan) {
         // Nobody asked for this directory: an account without a home starts at the root.
         Err(error) if error.step == Step::Directory && implicit => {

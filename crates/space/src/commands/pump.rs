@@ -170,6 +170,9 @@ impl Execution {
             Cause::OutOfMemory => {
                 output::note("space: killed because the sandbox ran out of memory; try a larger --size");
             }
+            Cause::DiskFull => {
+                output::note("space: it failed with the sandbox's disk full; try a larger --size");
+            }
             _ => {}
         }
         if end.left_behind > 0 {
