@@ -12,14 +12,16 @@ mod cgroup;
 mod executable;
 pub mod fake;
 mod files;
+mod jail;
 pub mod local;
 mod network;
 pub mod privileges;
 mod process;
+mod seccomp;
 mod spawn;
 
 pub use fake::{Act, RecordingPrivileges};
-pub use local::LocalPrivileges;
+pub use local::{Confinement, LocalOptions, LocalPrivileges};
 pub use privileges::{
     Adopted, ExitStatus, Group, GroupLimits, GroupUsage, IoLimits, MachineMemory, Network, ObjectName,
     PrivilegeError, Privileges, ProcessIdentity, Spawned, SweepReport, View, VmmProcess,

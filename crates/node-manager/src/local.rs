@@ -3,9 +3,10 @@
 use std::{
     collections::BTreeSet,
     io,
+    ops::RangeInclusive,
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use async_trait::async_trait;
@@ -22,12 +23,52 @@ use tokio::{
 
 use crate::{
     Adopted, ExitStatus, Group, GroupLimits, GroupUsage, MachineMemory, Network, ObjectName, PrivilegeError,
-    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess, cgroup::Hierarchies, executable::Digests,
-    failed, files, network, process, spawn,
+    Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess,
+    cgroup::Hierarchies,
+    executable::Digests,
+    failed, files, jail, network, process,
+    spawn::{self, Walls},
 };
 
 /// How long a lock may be held by what is left of a node that was killed.
 const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// How much a process is shut in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Confinement {
+    /// Namespaces of its own and the filter of system calls.
+    #[default]
+    Full,
+    /// Namespaces only: for tests that tell apart what stops a process.
+    DangerUnfiltered,
+    /// A process without views runs in the host's namespaces, unfiltered; any other as with `Full`. For tests.
+    DangerNone,
+}
+
+/// What can be chosen about [`LocalPrivileges`].
+#[derive(Debug, Clone)]
+pub struct LocalOptions {
+    /// User ids that files may be given to and processes run as.
+    pub users: RangeInclusive<u32>,
+    /// User id of the node, which owns what is not a monitor's.
+    pub owner: u32,
+    /// Group id of the node, which can read what is a monitor's.
+    pub group: u32,
+    /// How much a monitor is shut in.
+    pub confinement: Confinement,
+}
+
+impl Default for LocalOptions {
+    /// The caller is the node; any ordinary user may be a monitor's.
+    fn default() -> Self {
+        Self {
+            users: 1..=u32::MAX - 1,
+            owner: rustix::process::geteuid().as_raw(),
+            group: rustix::process::getegid().as_raw(),
+            confinement: Confinement::Full,
+        }
+    }
+}
 
 /// Performs the acts itself; the process must be root and the calls be made on a tokio runtime with I/O enabled.
 ///
@@ -38,8 +79,10 @@ const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
 pub struct LocalPrivileges {
     /// `space-<installation>-`.
     prefix: String,
-    groups: std::sync::Arc<Hierarchies>,
-    digests: std::sync::Arc<Digests>,
+    options: LocalOptions,
+    groups: Arc<Hierarchies>,
+    digests: Arc<Digests>,
+    empty: Arc<jail::Empty>,
     /// One task per living process, which reaps it.
     watchers: Mutex<JoinSet<()>>,
     /// Held for as long as this value lives.
@@ -55,6 +98,14 @@ impl Drop for LocalPrivileges {
 }
 
 impl LocalPrivileges {
+    /// [`Self::with`] the default options.
+    ///
+    /// # Errors
+    /// As [`Self::with`].
+    pub fn new(installation: &str, run_directory: impl Into<PathBuf>) -> Result<Self, PrivilegeError> {
+        Self::with(installation, run_directory, LocalOptions::default())
+    }
+
     /// Looks at the host and takes the installation's lock.
     ///
     /// `installation` is 1 to 16 characters of `[a-z0-9]` and names everything that is made. `run_directory` is
@@ -63,7 +114,11 @@ impl LocalPrivileges {
     /// # Errors
     /// [`PrivilegeError::NotPermitted`] without root, [`PrivilegeError::BadName`],
     /// [`PrivilegeError::Refused`] if another one for this installation lives.
-    pub fn new(installation: &str, run_directory: impl Into<PathBuf>) -> Result<Self, PrivilegeError> {
+    pub fn with(
+        installation: &str,
+        run_directory: impl Into<PathBuf>,
+        options: LocalOptions,
+    ) -> Result<Self, PrivilegeError> {
         // Without a dash no installation's prefix can begin another's.
         let valid = (1..=16).contains(&installation.len())
             && installation
@@ -86,10 +141,23 @@ impl LocalPrivileges {
         network::prepare()?;
         Ok(Self {
             prefix: format!("space-{installation}-"),
+            options,
+            empty: jail::Empty::new()?.into(),
             groups: Hierarchies::detect(format!("space-{installation}"))?.into(),
-            digests: std::sync::Arc::default(),
+            digests: Arc::default(),
             watchers: Mutex::default(),
             _lock: lock,
+        })
+    }
+
+    fn check_user(&self, uid: u32) -> Result<(), PrivilegeError> {
+        spawn::check_uid(uid)?;
+        if self.options.users.contains(&uid) {
+            return Ok(());
+        }
+        let (first, last) = (self.options.users.start(), self.options.users.end());
+        Err(PrivilegeError::Refused {
+            what: format!("user {uid} is none of the installation's, which are {first} to {last}"),
         })
     }
 
@@ -148,20 +216,30 @@ impl Privileges for LocalPrivileges {
     }
 
     async fn give_file(&self, file: OwnedFd, uid: u32) -> Result<(), PrivilegeError> {
-        let own = rustix::process::geteuid().as_raw();
-        let group = rustix::process::getegid().as_raw();
-        files::give_file(&file, uid, group, |owner| {
-            owner == own || spawn::check_uid(owner).is_ok()
-        })
+        self.check_user(uid)?;
+        let LocalOptions {
+            users, owner, group, ..
+        } = &self.options;
+        files::give_file(&file, uid, *group, |of| of == *owner || users.contains(&of))
     }
 
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError> {
         let membership = self.groups.membership_files(&process.name);
-        let digests = self.digests.clone();
+        self.check_user(process.uid)?;
+        let (digests, empty) = (self.digests.clone(), self.empty.clone());
+        let (jailed, filter) = match self.options.confinement {
+            Confinement::Full => (true, true),
+            Confinement::DangerUnfiltered => (true, false),
+            Confinement::DangerNone => (!process.views.is_empty(), !process.views.is_empty()),
+        };
         let (started, executable) = blocking(move || {
             // Before it runs: afterwards it may be gone already.
             let executable = digests.of_file(&process.program)?;
-            Ok((spawn::spawn(process, &membership)?, executable))
+            let walls = Walls {
+                jail: jailed.then_some(&*empty),
+                filter,
+            };
+            Ok((spawn::spawn(process, &membership, &walls)?, executable))
         })
         .await?;
         match self.watch(started.pidfd) {

@@ -1,5 +1,8 @@
 //! Starts a monitor: one child that gives up everything before it runs the program.
 //!
+//! It joins its cgroups, leaves the host's view of files, processes, hosts and messages for namespaces of its own
+//! (see `jail`), then gives up every right, and last of all the system calls that it does not need (see `seccomp`).
+//!
 //! The child is made like `posix_spawn` makes it: it shares the parent's memory, on a stack of its own, while the
 //! calling thread sleeps, until it runs the program or fails. That costs the same however large the parent is
 //! (a plain fork copies page tables), and a failure is reported through the shared memory. Between `clone` and
@@ -7,7 +10,7 @@
 //! state of its own (`setuid` of glibc, for one, would signal every thread of the parent).
 
 use std::{
-    ffi::{CString, OsStr, c_char, c_int, c_long, c_void},
+    ffi::{CStr, CString, OsStr, c_char, c_int, c_long, c_void},
     io,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd},
@@ -22,10 +25,25 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use crate::{PrivilegeError, ProcessIdentity, VmmProcess, failed, process};
+use crate::{
+    PrivilegeError, ProcessIdentity, VmmProcess, failed,
+    jail::{self, Jail},
+    process, seccomp,
+};
 
 /// Most files a monitor may have open.
 const OPEN_FILES: u64 = 1024;
+
+/// The host's OOM killer takes a monitor before it takes what looks after all of them.
+const OOM_SCORE: &CStr = c"500";
+
+/// Host name inside, where nobody but a monitor asks for it.
+const HOST_NAME: &CStr = c"space";
+
+/// Note refusals in the kernel's log, and do not slow the monitor down by mitigations meant for untrusted code in the
+/// same process.
+const FILTER_FLAGS: c_long =
+    (libc::SECCOMP_FILTER_FLAG_LOG | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW).cast_signed();
 
 /// Stack of the child until it runs the program, bytes.
 const STACK: usize = 64 * 1024;
@@ -53,10 +71,12 @@ pub(crate) fn check_uid(uid: u32) -> Result<(), PrivilegeError> {
 struct Plan {
     membership: Vec<OwnedFd>,
     namespace: Option<OwnedFd>,
+    jail: Option<Jail>,
+    filters: Vec<libc::sock_fprog>,
     standard: [OwnedFd; 3],
     passed: Vec<(c_int, OwnedFd)>,
     uid: u32,
-    limits: [(u32, u64); 3],
+    limits: [(u32, u64); 4],
     program: CString,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
@@ -64,8 +84,20 @@ struct Plan {
     failure: Option<(&'static str, c_int)>,
 }
 
+/// How much a process is shut in.
+pub(crate) struct Walls<'a> {
+    /// Namespaces of its own.
+    pub(crate) jail: Option<&'a jail::Empty>,
+    /// The filter of system calls.
+    pub(crate) filter: bool,
+}
+
 /// Starts `process`, which enters the cgroups whose `cgroup.procs` are `membership`. Blocks until it runs.
-pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Started, PrivilegeError> {
+pub(crate) fn spawn(
+    process: VmmProcess,
+    membership: &[PathBuf],
+    walls: &Walls<'_>,
+) -> Result<Started, PrivilegeError> {
     check_uid(process.uid)?;
     let act = format!("starting {}", process.program.display());
     if !process.program.is_absolute() {
@@ -112,9 +144,16 @@ pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Start
         ptr::null(),
     ];
 
+    let jail = walls
+        .jail
+        .map(|empty| Jail::new(empty, &process.views, &process.program))
+        .transpose()?;
+    let filters = if walls.filter { seccomp::filters()? } else { &[] };
     let mut plan = Plan {
         membership,
         namespace: process.network_namespace,
+        jail,
+        filters: filters.iter().map(|f| program(f)).collect(),
         standard,
         passed,
         uid: process.uid,
@@ -122,6 +161,7 @@ pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Start
             (libc::RLIMIT_FSIZE, process.file_size_limit),
             (libc::RLIMIT_CORE, 0),
             (libc::RLIMIT_NOFILE, OPEN_FILES),
+            (libc::RLIMIT_MEMLOCK, 0),
         ],
         program: c_string(process.program.as_os_str()).map_err(|e| failed(act.as_str(), e))?,
         arguments: strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect(),
@@ -149,6 +189,16 @@ pub(crate) fn spawn(process: VmmProcess, membership: &[PathBuf]) -> Result<Start
         identity: ProcessIdentity { pid, start_ticks },
         pidfd,
     })
+}
+
+/// A filter as the kernel takes it.
+fn program(filter: &'static [seccompiler::sock_filter]) -> libc::sock_fprog {
+    libc::sock_fprog {
+        // Checked by a test: far below.
+        len: u16::try_from(filter.len()).unwrap_or(0),
+        // The kernel only reads it, and the two types are the same structure of the kernel's.
+        filter: filter.as_ptr().cast_mut().cast(),
+    }
 }
 
 fn reap(pidfd: &OwnedFd) {
@@ -183,7 +233,14 @@ fn run(plan: &mut Plan) -> io::Result<(u32, OwnedFd)> {
         return Err(io::Error::from_raw_os_error(blocked));
     }
     let mut pidfd: c_int = -1;
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    let mut flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    if plan.jail.is_some() {
+        // Its mount namespace is not made here: that would copy the host's mount table.
+        flags |= libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+        if plan.namespace.is_none() {
+            flags |= libc::CLONE_NEWNET;
+        }
+    }
     // SAFETY: with CLONE_VFORK this thread sleeps until the child has run the program or exited, so `plan`, `pidfd`
     // and the stack outlive the child's use of them and nothing else refers to them meanwhile. `child` keeps to raw
     // system calls (see the module's documentation). std offers no way to do this without a full fork.
@@ -215,18 +272,99 @@ extern "C" fn child(argument: *mut c_void) -> c_int {
     127
 }
 
+/// Step and errno of what failed.
+type Failure = (&'static str, c_int);
+
+/// Makes a system call; on failure ends the function with the step and errno.
+macro_rules! make {
+    ($wrap:expr, $step:literal, $number:expr $(, $argument:expr)*) => {{
+        // SAFETY: a raw system call whose pointers all lead into the plan or to constants, which outlive it.
+        let result = unsafe { libc::syscall($number $(, $argument)*) };
+        if result < 0 {
+            // SAFETY: reads the errno of this thread (shared with the sleeping parent thread).
+            return $wrap(($step, unsafe { *libc::__errno_location() }));
+        }
+        result
+    }};
+}
+
+/// Makes the host's OOM killer choose this process early. Since its parent waits as for `vfork`, it alone is meant.
+fn prefer_for_oom() -> Result<(), Failure> {
+    let file = make!(
+        Err,
+        "opening its OOM score",
+        libc::SYS_openat,
+        libc::AT_FDCWD,
+        c"/proc/self/oom_score_adj".as_ptr(),
+        libc::O_WRONLY | libc::O_CLOEXEC
+    );
+    make!(
+        Err,
+        "setting its OOM score",
+        libc::SYS_write,
+        file,
+        OOM_SCORE.as_ptr(),
+        OOM_SCORE.count_bytes()
+    );
+    make!(Err, "closing a file", libc::SYS_close, file);
+    Ok(())
+}
+
+/// Makes the jail this process's whole file system.
+fn enter(jail: &Jail) -> Result<(), Failure> {
+    let empty_path = libc::MOVE_MOUNT_F_EMPTY_PATH as c_long;
+    let root = jail.root.as_raw_fd();
+    make!(
+        Err,
+        "entering the empty mount namespace",
+        libc::SYS_setns,
+        jail.namespace.as_raw_fd(),
+        libc::CLONE_NEWNS
+    );
+    make!(
+        Err,
+        "making a mount namespace",
+        libc::SYS_unshare,
+        libc::CLONE_NEWNS
+    );
+    make!(
+        Err,
+        "mounting its root",
+        libc::SYS_move_mount,
+        root,
+        c"".as_ptr(),
+        libc::AT_FDCWD,
+        jail::ROOT.as_ptr(),
+        empty_path
+    );
+    for (tree, path) in &jail.mounts {
+        make!(
+            Err,
+            "mounting what it sees",
+            libc::SYS_move_mount,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            root,
+            path.as_ptr(),
+            empty_path
+        );
+    }
+    make!(Err, "entering its root", libc::SYS_fchdir, root);
+    make!(Err, "changing its root", libc::SYS_chroot, c".".as_ptr());
+    make!(
+        Err,
+        "naming its host",
+        libc::SYS_sethostname,
+        HOST_NAME.as_ptr(),
+        HOST_NAME.count_bytes()
+    );
+    Ok(())
+}
+
 /// Returns only if a step failed.
-fn carry_out(plan: &Plan) -> (&'static str, c_int) {
-    /// Makes a system call; on failure ends the function with the step and errno.
+fn carry_out(plan: &Plan) -> Failure {
     macro_rules! call {
-        ($step:literal, $number:expr $(, $argument:expr)*) => {{
-            // SAFETY: a raw system call whose pointers all lead into `plan` or to constants, which outlive it.
-            let result = unsafe { libc::syscall($number $(, $argument)*) };
-            if result < 0 {
-                // SAFETY: reads the errno of this thread (shared with the sleeping parent thread).
-                return ($step, unsafe { *libc::__errno_location() });
-            }
-        }};
+        ($($rest:tt)*) => {{ make!(std::convert::identity, $($rest)*); }};
     }
     // Whole registers where the kernel looks at whole registers: an i32 would leave the upper half undefined.
     let (zero, all_numbers): (c_long, c_long) = (0, c_long::from(u32::MAX));
@@ -247,8 +385,18 @@ fn carry_out(plan: &Plan) -> (&'static str, c_int) {
             libc::CLONE_NEWNET
         );
     }
+    if let Err(failure) = prefer_for_oom() {
+        return failure;
+    }
     call!("making a session", libc::SYS_setsid);
-    call!("changing directory", libc::SYS_chdir, c"/".as_ptr());
+    match &plan.jail {
+        Some(jail) => {
+            if let Err(failure) = enter(jail) {
+                return failure;
+            }
+        }
+        None => call!("changing directory", libc::SYS_chdir, c"/".as_ptr()),
+    }
     // SAFETY: sets a number of this process.
     unsafe { libc::syscall(libc::SYS_umask, 0o077 as c_long) };
     for (resource, most) in &plan.limits {
@@ -345,6 +493,15 @@ fn carry_out(plan: &Plan) -> (&'static str, c_int) {
         ptr::null::<u64>(),
         8 as c_long
     );
+    for filter in &plan.filters {
+        call!(
+            "installing its filter",
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER as c_long,
+            FILTER_FLAGS,
+            ptr::from_ref(filter)
+        );
+    }
     call!(
         "running it",
         libc::SYS_execve,

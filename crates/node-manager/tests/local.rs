@@ -20,8 +20,8 @@ use std::{
 
 use fs_err as fs;
 use space_node_manager::{
-    ExitStatus, GroupLimits, LocalPrivileges, ObjectName, PrivilegeError, Privileges, ProcessIdentity,
-    Spawned, VmmProcess,
+    Confinement, ExitStatus, GroupLimits, LocalOptions, LocalPrivileges, ObjectName, PrivilegeError,
+    Privileges, ProcessIdentity, Spawned, VmmProcess,
 };
 use tempfile::TempDir;
 
@@ -43,7 +43,15 @@ impl Node {
         }
         let installation = format!("t{}x{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let directory = tempfile::tempdir().unwrap();
-        let privileges = LocalPrivileges::new(&installation, directory.path().join("run")).unwrap();
+        let privileges = LocalPrivileges::with(
+            &installation,
+            directory.path().join("run"),
+            LocalOptions {
+                confinement: Confinement::DangerNone,
+                ..LocalOptions::default()
+            },
+        )
+        .unwrap();
         Some(Self {
             privileges: Arc::new(privileges),
             installation,
@@ -354,7 +362,7 @@ async fn refusals_and_failures_are_typed_and_leave_nothing() {
     match node.privileges.spawn(missing).await {
         Err(PrivilegeError::System { act, source }) => {
             assert_eq!(source.kind(), std::io::ErrorKind::NotFound);
-            assert!(act.contains("running it"), "{act}");
+            assert!(act.contains("reading the program"), "{act}");
         }
         other => panic!("{other:?}"),
     }
