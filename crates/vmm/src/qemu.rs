@@ -15,6 +15,8 @@
 
 mod adopt;
 mod command_line;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod machine;
 mod memory;
 mod probe;

@@ -41,7 +41,7 @@ pub(crate) async fn host_sources() -> Result<Vec<Source>, VolumeError> {
 
 /// Picks the sources of [`SUITE`] out of apt's own listing. On a host of another Debian release, its mirror is used:
 /// mirrors carry all releases.
-fn select(listing: &str) -> Option<Vec<Source>> {
+pub(crate) fn select(listing: &str) -> Option<Vec<Source>> {
     let mut sources: Vec<Source> = Vec::new();
     let mut any_mirror = None;
     for line in listing.lines() {
@@ -95,7 +95,7 @@ pub(crate) async fn newest_kernel_package() -> Result<String, VolumeError> {
     })
 }
 
-fn newest(listing: &str) -> Option<String> {
+pub(crate) fn newest(listing: &str) -> Option<String> {
     listing
         .lines()
         .filter_map(|line| line.split_whitespace().next())

@@ -243,7 +243,7 @@ impl Events {
 }
 
 /// Takes one whole message, with its flags, off the front.
-fn split_envelope(buffer: &mut BytesMut) -> Result<Option<(u8, BytesMut)>, String> {
+pub(crate) fn split_envelope(buffer: &mut BytesMut) -> Result<Option<(u8, BytesMut)>, String> {
     let Some((header, rest)) = buffer.split_at_checked(5) else {
         return Ok(None);
     };

@@ -24,10 +24,16 @@ const REGIONS: usize = 1024;
 
 /// A part of the memory file and where it is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Segment {
+pub(super) struct Segment {
     start: u64,
     end: u64,
     offset: u64,
+}
+
+impl Segment {
+    pub(super) fn length(&self) -> u64 {
+        self.end - self.start
+    }
 }
 
 /// Copies out the pages that differ from the base file.
@@ -120,33 +126,37 @@ fn unmapped(base: &Path) -> VmmError {
 /// Where the file is mapped, in order; together they cover it.
 fn segments(maps: &str, base: &Path, size: u64) -> Result<Vec<Segment>, VmmError> {
     let base = fs_err::canonicalize(base).map_err(|e| io_error("find", base, e))?;
-    let mut segments = maps
-        .lines()
-        .filter_map(|line| segment(line, &base))
-        .collect::<Vec<_>>();
+    let found = maps.lines().filter_map(|line| segment(line, &base)).collect();
+    covering(found, size).ok_or_else(|| unmapped(&base))
+}
+
+/// The segments in order, if they cover the file without gap or overlap.
+pub(super) fn covering(mut segments: Vec<Segment>, size: u64) -> Option<Vec<Segment>> {
     segments.sort_by_key(|segment| segment.offset);
-    let covered = segments
-        .iter()
-        .try_fold(0, |at, s| (s.offset == at).then_some(at + (s.end - s.start)));
-    if covered != Some(size) {
-        return Err(unmapped(&base));
-    }
-    Ok(segments)
+    let covered = segments.iter().try_fold(0_u64, |at, segment| {
+        if segment.offset == at {
+            at.checked_add(segment.length())
+        } else {
+            None
+        }
+    });
+    (covered == Some(size)).then_some(segments)
 }
 
 /// `start-end perms offset device inode   path`.
-fn segment(line: &str, file: &Path) -> Option<Segment> {
+pub(super) fn segment(line: &str, file: &Path) -> Option<Segment> {
     let (range, rest) = line.split_once(' ')?;
     let (_permissions, rest) = rest.split_once(' ')?;
     let (offset, rest) = rest.split_once(' ')?;
     let path = rest.get(rest.find('/')?..)?;
     let (start, end) = range.split_once('-')?;
     let number = |digits| u64::from_str_radix(digits, 16).ok();
-    (Path::new(path) == file).then_some(Segment {
+    let segment = Segment {
         start: number(start)?,
         end: number(end)?,
         offset: number(offset)?,
-    })
+    };
+    (Path::new(path) == file && segment.start <= segment.end).then_some(segment)
 }
 
 /// Runs of private pages: their segment, first and last address.

@@ -80,14 +80,18 @@ pub(super) fn virtual_size(path: &Path) -> Result<u64, VmmError> {
         let mut file = fs::File::open(path)?;
         let mut start = Vec::with_capacity(32);
         (&mut file).take(32).read_to_end(&mut start)?;
-        if let (Some(magic), Some(size)) = (start.get(..4), start.get(24..32))
-            && magic == MAGIC
-        {
-            return Ok(size.try_into().map(u64::from_be_bytes).unwrap_or(0));
+        match size_in(&start) {
+            Some(size) => Ok(size),
+            None => Ok(file.metadata()?.len()),
         }
-        Ok(file.metadata()?.len())
     };
     read().map_err(|e| io_error("read the size of the disk", path, e))
+}
+
+/// The size that a header tells, if the bytes begin with one.
+pub(super) fn size_in(start: &[u8]) -> Option<u64> {
+    let (magic, size) = (start.get(..4)?, start.get(24..32)?);
+    (magic == MAGIC).then(|| size.try_into().map(u64::from_be_bytes).unwrap_or(0))
 }
 
 #[cfg(test)]

@@ -224,6 +224,19 @@ async fn write(stream: &UnixStream, mut line: &[u8], mut file: Option<OwnedFd>) 
     Ok(())
 }
 
+/// What [`serve`] does with whole lines, until one is not understood.
+#[cfg(feature = "fuzzing")]
+pub(super) fn take_all(lines: &[u8]) {
+    let (shutdown, _) = watch::channel(None);
+    let mut waiting: VecDeque<Answer> = (0..4).map(|_| oneshot::channel().0).collect();
+    for line in lines.split_inclusive(|&byte| byte == b'\n') {
+        let Ok(message) = serde_json::from_slice(line) else {
+            return;
+        };
+        take(message, &mut waiting, &shutdown);
+    }
+}
+
 fn take(message: Message, waiting: &mut VecDeque<Answer>, shutdown: &watch::Sender<Option<String>>) {
     match message {
         Message {
