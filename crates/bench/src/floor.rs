@@ -46,9 +46,24 @@ pub(crate) struct Floor {
     process: Process,
     prepared: Prepared,
     nonce: Nonce,
+    input: Input,
+    sequence: u32,
 }
 
 impl Floor {
+    /// Asks the daemon on the control port how it is, and waits for the answer.
+    pub(crate) fn ask_health(&mut self) -> Result<()> {
+        self.sequence += 1;
+        let mut frame = Vec::new();
+        HostMessage::Health.encode(self.sequence, &mut frame)?;
+        self.input
+            .stream
+            .write_all(&frame)
+            .context("cannot write to the control port")?;
+        self.input
+            .until(|message| Ok(matches!(message, GuestMessage::HealthAck { .. })))
+    }
+
     /// The nonce of its hello, which opens the data port.
     pub(crate) fn nonce(&self) -> &Nonce {
         &self.nonce
@@ -172,6 +187,9 @@ fn start(prepared: Prepared) -> Result<Floor> {
         process,
         prepared,
         nonce,
+        input,
+        // The identity was message 1.
+        sequence: 1,
     })
 }
 
@@ -218,6 +236,7 @@ impl Monitor {
 }
 
 /// Messages of the guest.
+#[derive(Debug)]
 struct Input {
     stream: UnixStream,
     decoder: FrameDecoder,

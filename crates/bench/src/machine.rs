@@ -49,8 +49,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Takes the machine of `base` in its default size out of a platform's data directory.
-    pub(crate) async fn open(data_directory: &Path) -> Result<Self> {
+    /// Takes the machine of `base` in its default size out of a template store.
+    pub(crate) async fn open(templates: &Path) -> Result<Self> {
         let privileges: Arc<dyn Privileges> = Arc::new(
             LocalPrivileges::new(INSTALLATION, RUN_DIRECTORY)
                 .context("the benchmark cannot manage machines here")?,
@@ -70,7 +70,7 @@ impl Host {
             .context("cannot make a directory for sockets")?;
         let vmm: Arc<dyn Vmm> =
             Arc::new(QemuDriver::probe(QemuConfig::default(), Arc::clone(&privileges)).await?);
-        let directory = data_directory.join("templates");
+        let directory = templates.to_owned();
         let builder = TemplateBuilder::new(VolumeConfig {
             cache_directory: directory.join("cache"),
             directory,
@@ -99,19 +99,9 @@ impl Host {
         })
     }
 
-    /// Fails unless a sandbox that runs was started with the arguments that the floor uses.
-    pub(crate) fn compare(&self, sandbox: &str) -> Result<()> {
-        let process = memory::monitor_of(sandbox)?;
-        let line = fs_err::read(process.join("cmdline"))?;
-        let line = String::from_utf8(line).context("the monitor's command line is no text")?;
-        let arguments: Vec<String> = line
-            .trim_end_matches('\0')
-            .split('\0')
-            .skip(1)
-            .map(str::to_owned)
-            .collect();
-        let theirs = pattern::learn(&pattern::patterns(PATTERN), &arguments)
-            .context("crates/bench/floor.args is no longer the machine that the platform starts")?;
+    /// Fails unless the machine of that name was started with the arguments that the floor uses.
+    pub(crate) fn compare(&self, machine: &str) -> Result<()> {
+        let theirs = command_line(&memory::monitor_of(machine)?)?;
         for (name, ours) in self.shared()? {
             let theirs = theirs.get(name).map(String::as_str);
             ensure!(
@@ -182,6 +172,51 @@ impl Host {
             ("disk_base", text(&self.files.disk_base)?),
         ]))
     }
+}
+
+/// The files that all machines of a template and size share.
+#[derive(Debug)]
+pub(crate) struct BaseFiles {
+    /// The guest's memory.
+    pub(crate) memory: PathBuf,
+    others: Vec<PathBuf>,
+}
+
+impl BaseFiles {
+    /// Those that a running monitor was told to use.
+    pub(crate) fn of_command_line(process: &Path) -> Result<Self> {
+        let values = command_line(process)?;
+        let path = |name: &str| {
+            let path = values.get(name).map(PathBuf::from);
+            path.with_context(|| format!("floor.args has no <{name}>"))
+        };
+        Ok(Self {
+            memory: path("memory")?,
+            others: vec![path("state")?, path("root")?, path("disk_base")?],
+        })
+    }
+
+    /// All of them.
+    pub(crate) fn all(&self) -> Vec<&Path> {
+        std::iter::once(&self.memory)
+            .chain(&self.others)
+            .map(PathBuf::as_path)
+            .collect()
+    }
+}
+
+/// What a monitor's command line has in the places of `floor.args`; fails if it is of another form.
+fn command_line(process: &Path) -> Result<Values> {
+    let line = fs_err::read(process.join("cmdline"))?;
+    let line = String::from_utf8(line).context("the monitor's command line is no text")?;
+    let arguments: Vec<String> = line
+        .trim_end_matches('\0')
+        .split('\0')
+        .skip(1)
+        .map(str::to_owned)
+        .collect();
+    pattern::learn(&pattern::patterns(PATTERN), &arguments)
+        .context("crates/bench/floor.args is no longer the machine that the platform starts")
 }
 
 /// What one machine has for itself. Its directory is removed with it.

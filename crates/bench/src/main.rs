@@ -1,7 +1,8 @@
-//! The benchmark: how fast sandboxes start compared with the least that is possible, what they cost, how fast they answer.
+//! The benchmark: how fast sandboxes start compared with the least that is possible, what they cost, how fast they answer,
+//! and whether everything is back where it was after a long time with crashes.
 //!
-//! `cargo xtask bench create` builds everything, starts a platform and runs this. What each figure means and what is
-//! promised of it stands in `docs/specification.md` and `docs/benchmarks.md`.
+//! `cargo xtask bench create`, `cargo xtask bench density` and `cargo xtask soak` build everything and run this. What each
+//! figure means and what is promised of it stands in `docs/specification.md` and `docs/benchmarks.md`.
 
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the tables are its output")]
@@ -9,21 +10,28 @@
 mod cold;
 mod conditions;
 mod create;
+mod density;
 mod files;
 mod floor;
 mod machine;
 mod memory;
 mod pattern;
+mod platform;
+mod pool;
+mod processes;
 mod report;
+mod sdk;
+mod smaps;
+mod soak;
 mod statistics;
+mod streams;
+mod suite;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{future::Future, process::ExitCode};
 
 use anyhow::{Context as _, Result};
-use clap::{Args, Parser, Subcommand};
-use space_client::{Client, Endpoint};
-
-use crate::{machine::Host, report::Report};
+use clap::{Parser, Subcommand};
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Measure SPACE
 #[derive(Debug, Parser)]
@@ -35,40 +43,18 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Measure creates against the restore floor, their cost, and a warm sandbox's answers
-    Create(Create),
-}
-
-/// Options of `create`
-#[derive(Debug, Args)]
-struct Create {
-    /// Address of the platform
-    #[arg(long, env = "SPACE_API_URL", value_name = "URL")]
-    api_url: String,
-    /// Its key
-    #[arg(long, env = "SPACE_API_KEY", value_name = "KEY", hide_env_values = true)]
-    api_key: String,
-    /// The platform's data directory, whose template the floor starts too
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/space")]
-    data_dir: PathBuf,
-    /// Starts of each kind; fewer than 50 are no result
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    n: u32,
-    /// Cold boots, at least 3 for a result
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
-    cold: u32,
-    /// Only see whether everything can be measured: the curve ends at 2 and files are small
-    #[arg(long)]
-    smoke: bool,
-    /// Write the figures here as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    /// Measure creates against the restore floor and from the pool, their cost, and a warm sandbox's answers
+    Create(suite::Create),
+    /// Measure the memory of idle sandboxes of each size, by what it is used for
+    Density(suite::Density),
+    /// Create, run and delete while processes of the platform are killed, and count what is left
+    Soak(soak::Options),
 }
 
 fn main() -> ExitCode {
-    let Command::Create(create) = Arguments::parse().command;
-    match run(&create) {
-        Ok(()) => ExitCode::SUCCESS,
+    match run(Arguments::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             println!("error: {error:#}");
             ExitCode::FAILURE
@@ -76,41 +62,27 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(options: &Create) -> Result<()> {
+fn run(command: Command) -> Result<bool> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    runtime.block_on(measure(options))
+    runtime.block_on(async {
+        match command {
+            Command::Create(options) => unless_interrupted(suite::create(&options)).await,
+            Command::Density(options) => unless_interrupted(suite::density(&options)).await,
+            Command::Soak(options) => unless_interrupted(soak::run(&options)).await,
+        }
+    })
 }
 
-async fn measure(options: &Create) -> Result<()> {
-    let client = Client::new(Endpoint::new(&options.api_url, &options.api_key)?)?;
-    let node = client.node().await.context("the platform does not answer")?;
-    let host = Host::open(&options.data_dir).await?;
-    let mut report = Report::new(
-        conditions::Conditions::gather(&node.vmm)?,
-        options.n,
-        options.smoke,
-    );
-
-    create::warm_up(&client, &host).await?;
-    create::against_floor(&client, &host, options.n, &mut report).await?;
-    create::cold_boots(&host, if options.smoke { 1 } else { options.cold }, &mut report).await?;
-    create::first_results(&client, options.n, &mut report).await?;
-    let largest = if options.smoke { 2 } else { 16 };
-    create::curve(&client, largest, if options.smoke { 1 } else { 3 }, &mut report).await?;
-    memory::idle_sandboxes(&client, if options.smoke { 2 } else { 8 }, &mut report).await?;
-    create::round_trips(&client, options.n, &mut report).await?;
-    let mib = if options.smoke { 4 } else { 64 };
-    files::throughput(&client, &host, mib, &mut report).await?;
-    host.close().await?;
-
-    println!("{report}");
-    if let Some(file) = &options.json {
-        let text = serde_json::to_string_pretty(&report.json()).context("the figures are no JSON")?;
-        fs_err::write(file, text + "\n")?;
-        println!("written to {}", file.display());
+/// Drops the work when the user has had enough: platforms stop in order when they are dropped.
+async fn unless_interrupted(work: impl Future<Output = Result<bool>>) -> Result<bool> {
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot handle signals")?;
+    let mut terminate = signal(SignalKind::terminate()).context("cannot handle signals")?;
+    tokio::select! {
+        ended = work => ended,
+        _ = interrupt.recv() => anyhow::bail!("interrupted"),
+        _ = terminate.recv() => anyhow::bail!("interrupted"),
     }
-    Ok(())
 }

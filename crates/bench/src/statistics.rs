@@ -41,6 +41,21 @@ impl Times {
     }
 }
 
+impl Extend<Duration> for Times {
+    fn extend<T: IntoIterator<Item = Duration>>(&mut self, times: T) {
+        self.0.extend(times);
+    }
+}
+
+impl IntoIterator for Times {
+    type Item = Duration;
+    type IntoIter = std::vec::IntoIter<Duration>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
 impl FromIterator<Duration> for Times {
     fn from_iter<T: IntoIterator<Item = Duration>>(times: T) -> Self {
         Self(times.into_iter().collect())
