@@ -12,6 +12,7 @@ mod bench;
 mod build;
 mod check;
 mod demo;
+mod fuzz;
 mod platform;
 mod python;
 mod session;
@@ -44,9 +45,13 @@ enum Command {
     Check,
     /// Run everything that CI runs
     Test(test::Options),
+    /// Run the fuzz targets of the parsers that read what guests and the network write
+    Fuzz(fuzz::Options),
     /// Measure
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Create, run and delete while processes of the platform are killed, and count what is left on the machine
+    Soak(bench::Soak),
 }
 
 fn main() -> ExitCode {
@@ -88,7 +93,12 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             })
         }
         Command::Test(options) => test::run(&session, &options),
+        Command::Fuzz(options) => {
+            setup::ensure(&session, setup::Purpose::Build)?;
+            fuzz::run(&session, &options)
+        }
         Command::Bench(bench) => bench::run(&session, &bench),
+        Command::Soak(options) => bench::run_soak(&session, &options),
     }
 }
 

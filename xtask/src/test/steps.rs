@@ -15,6 +15,9 @@ use crate::{
     setup::{self, Purpose},
 };
 
+/// How long each fuzz target runs: enough to notice what is broken, little beside the compiling.
+const FUZZ_SECONDS: u32 = 10;
+
 /// All of them.
 pub(crate) const ALL: &[Step] = &[
     Step {
@@ -72,6 +75,12 @@ pub(crate) const ALL: &[Step] = &[
         run: unit,
     },
     Step {
+        name: "fuzz",
+        needs: &["setup"],
+        what: "parsers of foreign bytes: their corpora, then ten seconds each",
+        run: fuzz,
+    },
+    Step {
         name: "template",
         needs: &["build"],
         what: "the template that all later steps share",
@@ -114,16 +123,22 @@ pub(crate) const ALL: &[Step] = &[
         run: humaneval,
     },
     Step {
-        name: "bench",
-        needs: &["up"],
-        what: "a short look at every measurement",
-        run: bench_smoke,
-    },
-    Step {
         name: "down",
         needs: &["up"],
         what: "that platform stops in order",
         run: down,
+    },
+    Step {
+        name: "bench",
+        needs: &["template"],
+        what: "a short look at every measurement",
+        run: bench_smoke,
+    },
+    Step {
+        name: "soak",
+        needs: &["template"],
+        what: "a short soak with kills: everything is back where it was",
+        run: soak,
     },
 ];
 
@@ -148,6 +163,13 @@ fn build(run: &mut Run<'_>) -> Result<Counts> {
 
 fn unit(run: &mut Run<'_>) -> Result<Counts> {
     cargo_tests(run, "unit", "kind(lib) | kind(bin)", &["--lib", "--bins"])
+}
+
+fn fuzz(run: &mut Run<'_>) -> Result<Counts> {
+    Ok(Counts {
+        passed: crate::fuzz::run_all(run.session, None, FUZZ_SECONDS)?,
+        ..Counts::default()
+    })
 }
 
 fn integration(run: &mut Run<'_>) -> Result<Counts> {
@@ -296,8 +318,16 @@ fn platform_of<'a>(run: &'a Run<'_>) -> Result<&'a Platform> {
 }
 
 fn bench_smoke(run: &mut Run<'_>) -> Result<Counts> {
-    let mut command = bench::command(run.session, platform_of(run)?, &run.data_directory);
-    command.args(["--smoke", "--n", "3"]);
-    run.session.run("bench", &mut command)?;
+    let built = run.built.as_ref().context("nothing was built")?;
+    let mut command = bench::create(run.session, built, &run.data_directory)?;
+    run.session.run("bench", command.arg("--smoke"))?;
+    Ok(Counts::success())
+}
+
+/// As many as two minutes have room for; `cargo xtask soak` runs the whole of it.
+fn soak(run: &mut Run<'_>) -> Result<Counts> {
+    let built = run.built.as_ref().context("nothing was built")?;
+    let mut command = bench::soak(run.session, built, &run.data_directory, 40, 6);
+    run.session.run("soak", &mut command)?;
     Ok(Counts::success())
 }
