@@ -15,6 +15,8 @@ mod command;
 mod cpio;
 mod debian;
 mod error;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod guest;
 mod kernel;
 mod lock;
