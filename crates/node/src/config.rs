@@ -2,7 +2,7 @@
 
 use std::{ops::Range, path::PathBuf, time::Duration};
 
-use crate::fault::FaultPoints;
+use crate::{fault::FaultPoints, pool::PoolConfig};
 
 /// Configuration of a [`crate::NodeManager`].
 #[derive(Debug, Clone)]
@@ -30,6 +30,8 @@ pub struct NodeConfig {
     pub uids: Range<u32>,
     /// Networks kept ready.
     pub networks_ahead: usize,
+    /// Machines kept ready.
+    pub pool: PoolConfig,
     /// Time limits.
     pub limits: Limits,
     /// For tests.
@@ -84,6 +86,7 @@ impl NodeConfig {
             disk_reserve: 1 << 30,
             uids: 200_000..204_096,
             networks_ahead: 8,
+            pool: PoolConfig::default(),
             limits: Limits::default(),
             faults: FaultPoints::default(),
         }

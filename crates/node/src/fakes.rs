@@ -74,6 +74,11 @@ pub(crate) struct World {
     pub(crate) sessions: AtomicUsize,
     /// Whether the guests stay silent on the control port once greeted.
     pub(crate) mute: AtomicBool,
+    /// Where `base` leads; nowhere when there is none.
+    pub(crate) digest: Mutex<Option<String>>,
+    /// What each group is said to use, bytes.
+    pub(crate) group_memory: Mutex<u64>,
+    panics: AtomicUsize,
     pub(crate) deleted_templates: Mutex<Vec<String>>,
     /// Alive as long as a sandbox holds the template.
     pub(crate) template: Arc<()>,
@@ -87,10 +92,21 @@ pub(crate) struct Life {
     record: MachineRecord,
     exit: watch::Sender<Option<ExitReason>>,
     running: watch::Sender<bool>,
+    doomed: AtomicBool,
     pub(crate) guest: guest::Guest,
 }
 
 impl Life {
+    /// Whether its vCPUs run.
+    pub(crate) fn runs(&self) -> bool {
+        *self.running.borrow()
+    }
+
+    /// Has it die when it is let run the next time.
+    pub(crate) fn dies_at_resume(&self) {
+        self.doomed.store(true, Ordering::SeqCst);
+    }
+
     pub(crate) fn exits(&self, reason: ExitReason) {
         self.exit.send_if_modified(|exit| {
             let first = exit.is_none();
@@ -116,6 +132,9 @@ impl World {
             started: AtomicU64::new(1),
             sessions: AtomicUsize::new(0),
             mute: AtomicBool::new(false),
+            digest: Mutex::new(Some("sha256:0".to_owned())),
+            group_memory: Mutex::new(2000),
+            panics: AtomicUsize::new(0),
             deleted_templates: Mutex::default(),
             template: Arc::new(()),
             capabilities: Capabilities {
@@ -140,6 +159,16 @@ impl World {
 
     pub(crate) fn life(&self, name: &str) -> Option<Arc<Life>> {
         locked(&self.machines).get(name).cloned()
+    }
+
+    /// Share of the CPU that a group has.
+    pub(crate) fn weight(&self, name: &ObjectName) -> Option<u64> {
+        locked(&self.groups).get(name).map(|limits| limits.cpu_weight)
+    }
+
+    /// How often a step has panicked on demand.
+    pub(crate) fn panics(&self) -> usize {
+        self.panics.load(Ordering::SeqCst)
     }
 
     /// Everything that exists on the pretended host, by name.
@@ -168,7 +197,10 @@ impl World {
                 None => return Ok(()),
                 Some(Fault::Fail) => return Err(io::Error::other(format!("{step} fails on demand"))),
                 Some(Fault::Full) => return Err(io::ErrorKind::StorageFull.into()),
-                Some(Fault::Panic) => panic!("{step} panics on demand"),
+                Some(Fault::Panic) => {
+                    self.panics.fetch_add(1, Ordering::SeqCst);
+                    panic!("{step} panics on demand")
+                }
                 Some(Fault::Hang) => changed.await,
             }
         }
@@ -224,7 +256,7 @@ impl Privileges for World {
         assert!(locked(&self.groups).contains_key(name), "{name} has no group");
         Ok(GroupUsage {
             cpu_micros: 1000,
-            memory_bytes: 2000,
+            memory_bytes: *locked(&self.group_memory),
             oom_kills: 0,
         })
     }
@@ -376,6 +408,7 @@ impl Vmm for PretendedVmm {
                 record,
                 exit,
                 running,
+                doomed: AtomicBool::new(false),
                 guest,
             });
             locked(&world.machines).insert(spec.name.as_str().to_owned(), life.clone());
@@ -526,6 +559,9 @@ impl Machine for PretendedMachine {
 
     async fn resume(&self) -> Result<(), VmmError> {
         self.step("resume").await?;
+        if self.life.doomed.load(Ordering::SeqCst) {
+            self.life.exits(ExitReason::OutOfMemory);
+        }
         self.held()?;
         self.life.running.send_replace(true);
         Ok(())
@@ -588,14 +624,15 @@ impl Machine for PretendedMachine {
 #[async_trait]
 impl Templates for World {
     async fn resolve(&self, name: &str) -> Result<ResolvedTemplate, TemplateError> {
-        if name.split(':').next() != Some("base") {
+        let digest = locked(&self.digest).clone();
+        let Some(digest) = digest.filter(|_| name.split(':').next() == Some("base")) else {
             return Err(TemplateError::NotFound {
                 name: name.to_owned(),
             });
-        }
+        };
         Ok(ResolvedTemplate {
             name: "base:latest".to_owned(),
-            digest: "sha256:0".to_owned(),
+            digest,
             default_size: SizeClass::DEFAULT,
         })
     }
@@ -624,6 +661,11 @@ impl Templates for World {
             initramfs: at("initramfs"),
             kernel_arguments: String::new(),
         })
+    }
+
+    async fn hold(&self, digest: &str, _size: SizeClass) -> Result<Option<Lease>, TemplateError> {
+        assert_eq!(digest, "sha256:0");
+        Ok(Some(Lease::new(self.template.clone())))
     }
 
     async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError> {

@@ -134,6 +134,11 @@ pub(crate) enum Recorded {
 /// A change to a life that goes on.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Change {
+    /// It gets another machine than it was begun with, which failed before it was usable.
+    Machine {
+        record: Box<MachineRecord>,
+        network: Option<ObjectName>,
+    },
     /// It is usable, for the first time or again.
     Running { ready_ms: Option<f64> },
     /// Its machine is about to be stopped.
@@ -155,7 +160,7 @@ enum Request {
         id: SandboxId,
         generation: u64,
         change: Change,
-        reply: Option<Reply>,
+        reply: Reply,
     },
     End(EndRecord, Reply),
     EndOf(SandboxId, Reply<Option<EndRecord>>),
@@ -169,6 +174,7 @@ impl Request {
         match self {
             Self::Begin(..) => "begin",
             Self::Change { change, .. } => match change {
+                Change::Machine { .. } => "machine",
                 Change::Running { .. } => "running",
                 Change::Pausing => "pausing",
                 Change::Paused(_) => "paused",
@@ -219,26 +225,21 @@ impl Journal {
         generation: u64,
         change: Change,
     ) -> Result<(), JournalError> {
-        self.ask(|reply| Request::Change {
-            id,
-            generation,
-            change,
-            reply: Some(reply),
-        })
-        .await
+        self.note(id, generation, change).await.durable().await
     }
 
-    /// Records a change without waiting until it is durable; for what the next start can tell without.
-    pub(crate) async fn note(&self, id: SandboxId, generation: u64, change: Change) {
+    /// Records a change without waiting until it is durable. Whoever wants to know may ask the answer, or drop it.
+    pub(crate) async fn note(&self, id: SandboxId, generation: u64, change: Change) -> Recording {
+        let (reply, recording) = oneshot::channel();
         let request = Request::Change {
             id,
             generation,
             change,
-            reply: None,
+            reply,
         };
-        if self.requests.send(request).await.is_err() {
-            tracing::debug!("the journal is closed");
-        }
+        // When it is closed the answer's other end is gone with the request.
+        drop(self.requests.send(request).await);
+        Recording(recording)
     }
 
     /// Records an end.
@@ -273,9 +274,20 @@ impl Journal {
     }
 }
 
+/// Tells when something written is durable.
+#[derive(Debug)]
+pub(crate) struct Recording(oneshot::Receiver<Result<(), JournalError>>);
+
+impl Recording {
+    /// Waits until it is.
+    pub(crate) async fn durable(self) -> Result<(), JournalError> {
+        self.0.await.map_err(|_| JournalError::Closed)?
+    }
+}
+
 /// What is told once the transaction is committed, or not at all.
 struct Pending {
-    reply: Option<Reply>,
+    reply: Reply,
     outcome: Result<(), JournalError>,
 }
 
@@ -310,11 +322,7 @@ async fn serve(mut connection: SqliteConnection, mut queue: mpsc::Receiver<Reque
                 Ok(()) => own,
                 Err(error) => Err(write_error(error)),
             };
-            if let Some(reply) = reply {
-                drop(reply.send(answer));
-            } else if let Err(error) = answer {
-                tracing::warn!(%error, "a note was not recorded");
-            }
+            drop(reply.send(answer));
         }
         if let Err(error) = outcome {
             tracing::error!(%error, "a journal transaction failed");
@@ -343,8 +351,8 @@ async fn write(
     let mut acts = Vec::with_capacity(requests.len());
     for request in requests {
         let (reply, act) = match request {
-            Request::Begin(life, reply) => (Some(reply), Act::Begin(life)),
-            Request::End(end, reply) => (Some(reply), Act::End(end)),
+            Request::Begin(life, reply) => (reply, Act::Begin(life)),
+            Request::End(end, reply) => (reply, Act::End(end)),
             Request::Change {
                 id,
                 generation,
@@ -392,7 +400,10 @@ async fn pass(faults: &FaultPoints, kinds: &[&'static str], when: &str) -> Resul
         return Ok(());
     }
     for kind in kinds {
-        faults.pass(&format!("journal.{kind}.{when}")).await.map_err(sqlx::Error::Io)?;
+        faults
+            .pass(&format!("journal.{kind}.{when}"))
+            .await
+            .map_err(sqlx::Error::Io)?;
     }
     Ok(())
 }

@@ -6,16 +6,19 @@
 
 #![forbid(unsafe_code)]
 
+mod adopt;
 mod config;
 mod create;
 mod failure;
 mod fault;
 mod host_room;
+mod idle;
 mod journal;
 mod link;
 mod lock;
 mod manager;
 mod network_pool;
+mod pool;
 mod provision;
 mod registry;
 mod remains;
@@ -26,6 +29,7 @@ mod templates;
 mod uids;
 mod usage;
 mod volume_templates;
+mod warm;
 mod worker;
 
 #[cfg(test)]
@@ -40,6 +44,7 @@ pub use fault::{FaultAct, FaultPoints};
 pub use journal::JournalError;
 pub use lock::LockError;
 pub use manager::NodeManager;
+pub use pool::PoolConfig;
 pub use seam::{
     CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
     TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, watch};
 
 use crate::{
     config::NodeConfig,
+    idle::LastUse,
     locked,
     sandbox::{Input, View},
     seam::{EndRecord, NodeError},
@@ -31,6 +32,7 @@ pub(crate) struct Handle {
     pub(crate) view: watch::Receiver<View>,
     pub(crate) history: Arc<History>,
     pub(crate) guest_token: Arc<str>,
+    pub(crate) last_use: Arc<LastUse>,
 }
 
 #[derive(Debug)]
@@ -121,6 +123,20 @@ impl Registry {
         Ok(Admission::New(handle))
     }
 
+    /// Lets a sandbox in that lived here before, whatever the bounds are now.
+    pub(crate) fn readmit(&self, committed: u64, handle: Handle) -> Arc<Handle> {
+        let mut state = locked(&self.state);
+        let handle = Arc::new(handle);
+        state.committed += committed;
+        let entry = Entry {
+            handle: handle.clone(),
+            committed,
+            creating: false,
+        };
+        state.live.insert(handle.id.clone(), entry);
+        handle
+    }
+
     /// The sandbox is no longer being created.
     pub(crate) fn settled(&self, id: &SandboxId) {
         let mut state = locked(&self.state);
@@ -165,6 +181,11 @@ impl Registry {
             .values()
             .map(|entry| entry.handle.clone())
             .collect()
+    }
+
+    /// Memory that nobody has been promised, bytes.
+    pub(crate) fn room(&self) -> u64 {
+        self.memory_budget.saturating_sub(locked(&self.state).committed)
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -1,65 +1,71 @@
 //! One sandbox: one task with an input queue and a view that anyone may watch.
 //!
 //! ```text
-//!            admitted
-//!               │
-//!               ▼   template's machine, steps of `create`
-//!           creating ── daemon acknowledged, record durable ──► running
-//!               │                                                  │
-//!   failed step, limit, End                  End, deadline, machine exited, daemon silent
-//!               └───────────────► stopping ◄───────────────────────┘
+//!            admitted                                     live in the journal
+//!               │                                                 │ `adopt.rs`
+//!               ▼   a worker, its identity, `create.rs`           ▼
+//!           creating ── acknowledged and durable ──► running ◄──► paused     the ways between: `running.rs`
+//!               │                                       │           │
+//!   failed step, limit, End        End, deadline, machine exited, daemon silent, transition stuck
+//!               └───────────────► stopping ◄────────────┴───────────┘        `stopping.rs`
 //!                                    │  machine killed, everything removed, end recorded
 //!                                    ▼
 //!                                  ended   (leaves the registry; its record stays)
 //! ```
 //!
-//! Only the task takes an edge. `End` may come in any state; in `stopping` it changes nothing. Each state has a limit:
-//! creating 30 s (a template's first machine has its own), stopping 10 s, after which the rest is the janitor's.
-//! The task belongs to the node, so a caller that goes away leaves nothing half-made.
+//! Only the task takes an edge. `End` may come in any state; in `stopping` it changes nothing. `Detach` leaves a running or
+//! paused machine to the next start and ends one that is being created. The task belongs to the node, so a caller that goes
+//! away leaves nothing half-made.
+//!
+//! Each state that is on the way to another has a limit, and what happens when it is reached:
+//!
+//! | state | limit | then |
+//! |---|---|---|
+//! | creating | `Limits::template` for a machine that is not there yet, `Limits::create` | undone; the creator is told the step |
+//! | pausing | `Limits::pause` | let run again: running; if it cannot run: stopping |
+//! | resuming | `Limits::resume` | stopping: a machine that cannot run is of no use |
+//! | stopping | `Limits::stop` | ended; what is left is the janitor's, and in the end the next start's |
 
+mod creating;
 mod running;
+mod stopping;
+mod watching;
 
 use std::{
     panic::AssertUnwindSafe,
-    pin::pin,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use futures_util::FutureExt as _;
 use jiff::Timestamp;
-use space_api::{
-    lifecycle::{EndCause, SandboxState},
-    size::SizeClass,
-};
-use space_node_manager::{GroupUsage, ObjectName};
-use space_vmm::{ExitReason, Machine};
+use space_api::{lifecycle::EndCause, size::SizeClass};
+use space_node_manager::ObjectName;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio_util::sync::CancellationToken;
 
+pub(crate) use self::watching::sample;
 use crate::{
-    create::{self, Born, milliseconds},
-    failure::{Failure, chain, tail},
-    journal::{Change, JournalError, Life, Recorded},
+    adopt::Adopted,
+    failure::{Failure, tail},
+    idle::LastUse,
+    journal::{Change, JournalError, Life, Recorded, Recording},
     link::{Link, Owner, Secrets},
     locked,
     manager::Shared,
     provision::Progress,
     remains::Remains,
-    seam::{CreateSandbox, EndRecord, SandboxEvent, SandboxStatus, Usage},
-    templates::{Lease, ResolvedTemplate, StartingPoint},
-    usage::{GuestFigures, History},
+    seam::{CreateSandbox, EndRecord, SandboxEvent, SandboxStatus},
+    templates::{Lease, ResolvedTemplate},
+    usage::History,
     worker::Worker,
 };
 
 /// Inputs that may wait; senders wait when it is full.
 pub(crate) const INPUTS: usize = 16;
 /// Longest detail of a cause, bytes.
-const MOST_DETAIL: usize = 2048;
+pub(crate) const MOST_DETAIL: usize = 2048;
 /// Longest single sleep towards a deadline, so that a corrected wall clock is noticed.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
-/// Tries to record an end.
-const RECORD_TRIES: u32 = 3;
 
 /// Told how a transition went: the state that was reached, or why it was not.
 pub(crate) type Settled = oneshot::Sender<Result<SandboxStatus, String>>;
@@ -69,14 +75,24 @@ pub(crate) type Settled = oneshot::Sender<Result<SandboxStatus, String>>;
 pub(crate) enum Input {
     /// End, for this reason.
     End(EndCause),
-    /// End at this time; answered when it is taken over.
-    SetDeadline(Timestamp, oneshot::Sender<()>),
+    /// End at this time; answered when it is taken over, with what tells when it is durable.
+    SetDeadline(Timestamp, oneshot::Sender<Recording>),
     /// Stop the machine; answered when it stands still.
     Pause(Settled),
     /// Let the machine run; answered when it does.
     Resume(Settled),
+    /// Stop the machine unless there is work after all.
+    Idle,
     /// The daemon has not answered for too long.
     Unresponsive(String),
+    /// Leave the machine as it is to another process.
+    Detach,
+}
+
+/// How a sandbox's task comes to its end.
+enum Parting {
+    End(EndCause),
+    Detach,
 }
 
 /// What can be seen of a sandbox.
@@ -85,9 +101,19 @@ pub(crate) struct View {
     pub(crate) status: SandboxStatus,
     /// What its objects on the host are called.
     pub(crate) worker: ObjectName,
+    /// And its network.
+    pub(crate) network: Option<ObjectName>,
     pub(crate) link: Option<Arc<Link>>,
     pub(crate) failure: Option<Failure>,
     pub(crate) end: Option<EndRecord>,
+}
+
+/// Where a sandbox's task begins.
+pub(crate) enum Origin {
+    /// With nothing.
+    Created,
+    /// With a machine of an earlier process.
+    Adopted(Box<Adopted>),
 }
 
 /// What its task works with.
@@ -105,6 +131,7 @@ pub(crate) struct Sandbox {
     /// Keeps the template's files, set once they are known.
     pub(crate) lease: Mutex<Option<Lease>>,
     pub(crate) history: Arc<History>,
+    pub(crate) last_use: Arc<LastUse>,
     pub(crate) view: watch::Sender<View>,
     /// For the tasks that watch over it.
     pub(crate) own_inputs: mpsc::Sender<Input>,
@@ -135,14 +162,34 @@ impl Ending {
 }
 
 impl Sandbox {
-    /// Lives the whole life. Returns when nothing is left.
-    pub(crate) async fn run(self, mut inputs: mpsc::Receiver<Input>) {
-        let lived = AssertUnwindSafe(self.live(&mut inputs)).catch_unwind().await;
-        let ending = lived.unwrap_or_else(|_| {
+    /// Lives the whole life. Returns when nothing is left, or when the machine has been let go.
+    pub(crate) async fn run(self, origin: Origin, mut inputs: mpsc::Receiver<Input>) {
+        let lived = AssertUnwindSafe(self.live(origin, &mut inputs))
+            .catch_unwind()
+            .await;
+        let lived = lived.unwrap_or_else(|_| {
             tracing::error!(sandbox = %self.request.id, step = self.progress.step(), "the sandbox's own task panicked; taking it apart");
-            Ending::failed(Failure::Step(format!("a fault of the node while {}", self.progress.step())))
+            Some(Ending::failed(Failure::Step(format!("a fault of the node while {}", self.progress.step()))))
         });
-        self.stop(ending).await;
+        match lived {
+            Some(ending) => self.stop(ending).await,
+            None => self.let_go(),
+        }
+    }
+
+    /// `None` when the machine is to be let go.
+    async fn live(&self, origin: Origin, inputs: &mut mpsc::Receiver<Input>) -> Option<Ending> {
+        let worker = match origin {
+            Origin::Created => match self.creating(inputs).await {
+                Ok(born) => self.usable(born).await,
+                Err(ending) => return Some(ending),
+            },
+            Origin::Adopted(adopted) => self.taken_over(*adopted),
+        };
+        match self.live_on(inputs, &worker).await {
+            Parting::End(cause) => Some(Ending::told(cause)),
+            Parting::Detach => None,
+        }
     }
 
     /// What is recorded of it once it has a machine.
@@ -174,134 +221,36 @@ impl Sandbox {
         self.shared.journal.change(id, generation, change).await
     }
 
-    /// Writes a change down without waiting for it.
-    async fn note(&self, change: Change) {
+    /// Writes a change down; the answer tells when it is durable, for whom it concerns.
+    async fn note(&self, change: Change) -> Recording {
         let (id, generation) = (self.request.id.clone(), self.request.generation);
-        self.shared.journal.note(id, generation, change).await;
+        self.shared.journal.note(id, generation, change).await
     }
 
-    async fn live(&self, inputs: &mut mpsc::Receiver<Input>) -> Ending {
-        match self.creating(inputs).await {
-            Ok(born) => self.running(inputs, born).await,
-            Err(ending) => ending,
-        }
-    }
-
-    // === creating ===
-
-    async fn creating(&self, inputs: &mut mpsc::Receiver<Input>) -> Result<Born, Ending> {
-        let limits = &self.shared.config.limits;
-        self.progress.at("preparing the template's machine");
-        let cancel = CancellationToken::new();
-        let point = async {
-            let ensure = self.shared.templates.ensure_machine(&self.resolved, self.size);
-            tokio::select! {
-                () = cancel.cancelled() => Err(Failure::Ended),
-                point = ensure => point.map_err(Failure::from),
-            }
-        };
-        let point: StartingPoint = self.attend(inputs, limits.template, &cancel, point).await?;
-        *locked(&self.lease) = Some(point.lease.clone());
-        let cancel = CancellationToken::new();
-        let steps = Box::pin(create::create(self, point, &cancel));
-        self.attend(inputs, limits.create, &cancel, steps).await
-    }
-
-    /// Works and listens at the same time. When the sandbox is to end first, `cancel` is cancelled, its machine killed,
-    /// and the work is given the time to come to a point where nothing is half-made.
-    async fn attend<T>(
-        &self,
-        inputs: &mut mpsc::Receiver<Input>,
-        limit: Duration,
-        cancel: &CancellationToken,
-        work: impl Future<Output = Result<T, Failure>>,
-    ) -> Result<T, Ending> {
-        let mut work = pin!(work);
-        let mut limit_reached = pin!(tokio::time::sleep(limit));
-        let ending = loop {
-            tokio::select! {
-                biased;
-                done = &mut work => return done.map_err(Ending::failed),
-                input = inputs.recv() => if let Some(cause) = self.take(input) {
-                    break Ending::told(cause);
-                },
-                () = self.deadline_passes() => break Ending::told(EndCause::Deadline),
-                () = &mut limit_reached => break Ending::failed(Failure::Step(format!(
-                    "it was not usable within {} s while {}", limit.as_secs(), self.progress.step()
-                ))),
-            }
-        };
-        cancel.cancel();
-        let hurry = async {
-            let group = {
-                let remains = locked(&self.remains);
-                remains.group.then(|| remains.name.clone())
-            };
-            if let Some(group) = group {
-                // A machine that is being started would otherwise be waited for.
-                drop(self.shared.privileges.kill_group(&group).await);
-            }
-        };
-        let wait = tokio::time::timeout(self.shared.config.limits.stop, work);
-        let (waited, ()) = tokio::join!(wait, hurry);
-        if waited.is_err() {
-            tracing::error!(sandbox = %self.request.id, step = self.progress.step(), "a step did not come to an end; what it makes is swept later");
-        }
-        Err(ending)
-    }
-
-    // === running ===
-
-    async fn running(&self, inputs: &mut mpsc::Receiver<Input>, born: Born) -> Ending {
-        let Born { worker, timings } = born;
-        let Worker { name, machine, link } = worker;
-        self.progress.at("running");
-        self.shared.registry.settled(&self.request.id);
-        let usable = Change::Running {
-            ready_ms: Some(timings.ready),
-        };
-        self.note(usable).await;
-        self.view.send_modify(|view| {
-            view.status.state = SandboxState::Running;
-            view.status.ready_ms = Some(timings.ready);
-            name.as_str().clone_into(&mut view.status.machine);
-            view.worker = name.clone();
-            view.link = Some(link.clone());
-        });
-        self.shared
-            .announce(SandboxEvent::Ready(self.view.borrow().status.clone()));
-        tracing::info!(
-            sandbox = %self.request.id,
-            ready_ms = timings.ready,
-            worker = %name,
-            permitted_ms = timings.permitted,
-            prepared_ms = timings.prepared,
-            started_ms = timings.started,
-            greeted_ms = timings.greeted,
-            recorded_ms = timings.recorded,
-            "usable"
-        );
-        self.watch_over(&name, &link);
-
-        Ending::told(self.live_on(inputs, &machine, &link).await)
-    }
-
-    /// Takes over what was put in; answers the cause when that is an end.
-    fn take(&self, input: Option<Input>) -> Option<EndCause> {
+    /// Takes over what was put in; answers how that ends the task, if it does.
+    async fn take(&self, input: Option<Input>) -> Option<Parting> {
         match input {
-            Some(Input::End(cause)) => Some(cause),
-            Some(Input::Unresponsive(detail)) => Some(EndCause::GuestFailed { detail }),
+            Some(Input::End(cause)) => Some(Parting::End(cause)),
+            Some(Input::Unresponsive(detail)) => Some(Parting::End(EndCause::GuestFailed { detail })),
+            Some(Input::Detach) => Some(Parting::Detach),
             Some(Input::SetDeadline(deadline, taken)) => {
                 self.view.send_modify(|view| view.status.deadline = deadline);
+                let recording = self.note(Change::Deadline(deadline)).await;
                 // Nobody may be waiting any more.
-                taken.send(()).ok();
+                taken.send(recording).ok();
+                self.announce_change();
                 None
             }
             // Dropped unanswered: it is neither running nor paused.
-            Some(Input::Pause(_) | Input::Resume(_)) => None,
+            Some(Input::Pause(_) | Input::Resume(_) | Input::Idle) => None,
             // The task holds a sender itself, so the queue cannot end.
-            None => Some(EndCause::Deleted),
+            None => Some(Parting::End(EndCause::Deleted)),
         }
+    }
+
+    fn announce_change(&self) {
+        let status = self.view.borrow().status.clone();
+        self.shared.announce(SandboxEvent::Changed(status));
     }
 
     /// Sleeps on the monotonic clock, looking at the wall clock now and then, for both may be changed or stand still.
@@ -317,168 +266,6 @@ impl Sandbox {
             tokio::time::sleep(left.min(LONGEST_SLEEP)).await;
         }
     }
-
-    async fn exit_cause(&self, machine: &dyn Machine, reason: Option<ExitReason>) -> EndCause {
-        let failed = |detail: &str| EndCause::VmmFailed {
-            detail: tail(detail, MOST_DETAIL),
-        };
-        match reason {
-            Some(ExitReason::GuestShutdown) => EndCause::GuestShutdown,
-            Some(ExitReason::GuestPanicked { console }) => {
-                let console = if console.is_empty() {
-                    machine.console().await
-                } else {
-                    console
-                };
-                EndCause::GuestFailed {
-                    detail: tail(&console, MOST_DETAIL),
-                }
-            }
-            Some(ExitReason::OutOfMemory) => EndCause::OutOfMemory,
-            Some(ExitReason::MonitorFailed { detail }) => {
-                let worker = self.view.borrow().worker.clone();
-                let usage = self
-                    .shared
-                    .privileges
-                    .group_usage(&worker)
-                    .await
-                    .unwrap_or_default();
-                if usage.oom_kills > 0 {
-                    EndCause::OutOfMemory
-                } else {
-                    failed(&detail)
-                }
-            }
-            Some(ExitReason::Killed) => failed("the monitor was killed"),
-            None => failed("the monitor's driver stopped watching it"),
-        }
-    }
-
-    /// Starts the task that asks the daemon for its health and samples its use, until the sandbox stops.
-    fn watch_over(&self, worker: &ObjectName, link: &Arc<Link>) {
-        let limits = self.shared.config.limits.clone();
-        let stop = self.owner.stop.clone();
-        let inputs = self.own_inputs.clone();
-        let (shared, id, history) = (self.shared.clone(), self.request.id.clone(), self.history.clone());
-        let healthy = link.clone();
-        let health = async move {
-            let mut misses = 0;
-            loop {
-                tokio::time::sleep(limits.health_interval).await;
-                match healthy.health(limits.health_answer).await {
-                    Ok(()) => misses = 0,
-                    Err(error) => {
-                        misses += 1;
-                        let error = chain(&error);
-                        tracing::warn!(sandbox = %id, misses, error, "the daemon did not say that it is well");
-                        if misses >= limits.health_misses {
-                            let detail =
-                                format!("the space daemon has not answered {misses} times in a row: {error}");
-                            drop(inputs.send(Input::Unresponsive(tail(&detail, MOST_DETAIL))).await);
-                            return;
-                        }
-                    }
-                }
-            }
-        };
-        let (link, worker, id) = (link.clone(), worker.clone(), self.request.id.clone());
-        let usage = async move {
-            loop {
-                tokio::time::sleep(limits.usage_interval).await;
-                match sample(&shared, &worker, &link).await {
-                    Ok(sample) => history.add(sample),
-                    Err(error) => tracing::debug!(sandbox = %id, error, "no sample of its use"),
-                }
-            }
-        };
-        self.owner.tracker.spawn(async move {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                _ = async { tokio::join!(health, usage) } => {}
-            }
-        });
-    }
-
-    // === stopping ===
-
-    async fn stop(&self, ending: Ending) {
-        let Ending { cause, failure } = ending;
-        self.view.send_modify(|view| {
-            view.status.state = SandboxState::Stopping;
-            view.link = None;
-        });
-        self.shared.registry.settled(&self.request.id);
-        self.owner.stop.cancel();
-        let mut remains = Remains::taken_from(&mut locked(&self.remains));
-        let limit = self.shared.config.limits.stop;
-        let usage: GroupUsage = remains
-            .remove(self.shared.privileges.as_ref(), &self.shared.uids, limit)
-            .await;
-        if !remains.is_empty() {
-            self.shared.leave_to_janitor(remains);
-        }
-        let end = EndRecord {
-            id: self.request.id.clone(),
-            generation: self.request.generation,
-            cause,
-            ended_at: now_as_recorded(),
-            cpu_micros: usage.cpu_micros,
-        };
-        if failure == Failure::Stale {
-            // That life has its own record, which this attempt must not touch.
-            self.shared.registry.remove(&self.request.id, None);
-            self.finish(None, failure);
-            return;
-        }
-        self.record(&end).await;
-        tracing::info!(sandbox = %self.request.id, cause = ?end.cause, lived_ms = milliseconds(self.accepted), "ended");
-        self.shared.registry.remove(&self.request.id, Some(end.clone()));
-        self.finish(Some(end.clone()), failure);
-        self.shared.announce(SandboxEvent::Ended(end));
-    }
-
-    fn finish(&self, end: Option<EndRecord>, failure: Failure) {
-        self.view.send_modify(|view| {
-            view.status.state = SandboxState::Ended;
-            view.failure = Some(failure);
-            view.end = end;
-        });
-    }
-
-    /// Makes the end durable. When that is impossible the end is told all the same; the next start will call it a
-    /// restart of the platform.
-    async fn record(&self, end: &EndRecord) {
-        for attempt in 1..=RECORD_TRIES {
-            match self.shared.journal.end(end.clone()).await {
-                Ok(()) => return,
-                Err(error) => {
-                    tracing::error!(sandbox = %self.request.id, attempt, error = %chain(&error), "its end could not be recorded");
-                }
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    }
-}
-
-/// Waits for the monitor's end; `None` if its driver does not say.
-async fn exited(exit: &mut watch::Receiver<Option<ExitReason>>) -> Option<ExitReason> {
-    exit.wait_for(Option::is_some)
-        .await
-        .ok()
-        .and_then(|reason| reason.clone())
-}
-
-/// One sample of use, guest and host.
-pub(crate) async fn sample(shared: &Shared, name: &ObjectName, link: &Arc<Link>) -> Result<Usage, String> {
-    let body = link.metrics().await.map_err(|error| chain(&error))?;
-    let figures = GuestFigures::parse(&body)
-        .map_err(|error| format!("the guest's metrics are not understood: {error}"))?;
-    let host = shared
-        .privileges
-        .group_usage(name)
-        .await
-        .map_err(|error| chain(&error))?;
-    Ok(figures.sample(Timestamp::now(), &host))
 }
 
 /// Now, in the journal's resolution, so that a record reads the same from memory and from disk.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use fs_err as fs;
-use space_node_manager::{PrivilegeError, Privileges};
+use space_node_manager::{ObjectName, PrivilegeError, Privileges};
 
 use crate::{
     config::NodeConfig,
@@ -147,18 +147,20 @@ fn traversable(directory: &Path) -> Result<(), OpenError> {
     Ok(())
 }
 
-/// Removes every object and file of this installation. Nothing of it is of use without the process that made it.
-pub(crate) async fn sweep(config: &NodeConfig, privileges: &dyn Privileges) -> Result<(), OpenError> {
-    let swept = privileges
-        .sweep(&BTreeSet::new())
-        .await
-        .map_err(OpenError::Sweep)?;
+/// Removes every object and file of this installation that is not called by a name in `keep`: the workers that live on and
+/// their networks.
+pub(crate) async fn sweep(
+    config: &NodeConfig,
+    privileges: &dyn Privileges,
+    keep: &BTreeSet<ObjectName>,
+) -> Result<(), OpenError> {
+    let swept = privileges.sweep(keep).await.map_err(OpenError::Sweep)?;
     let mut directories = 0;
     for parent in [
         config.run_directory.join(MACHINES),
         config.data_directory.join(DISKS),
     ] {
-        directories += empty(&parent)?;
+        directories += empty(&parent, keep)?;
     }
     if swept != Default::default() || directories > 0 {
         tracing::info!(
@@ -172,7 +174,7 @@ pub(crate) async fn sweep(config: &NodeConfig, privileges: &dyn Privileges) -> R
     Ok(())
 }
 
-fn empty(parent: &Path) -> Result<usize, OpenError> {
+fn empty(parent: &Path, keep: &BTreeSet<ObjectName>) -> Result<usize, OpenError> {
     let failed = |step, path: &Path| {
         let path = path.to_owned();
         move |source| OpenError::Directory { step, path, source }
@@ -180,6 +182,10 @@ fn empty(parent: &Path) -> Result<usize, OpenError> {
     let mut removed = 0;
     for entry in fs::read_dir(parent).map_err(failed("list", parent))? {
         let path = entry.map_err(failed("list", parent))?.path();
+        let kept = |name: &std::ffi::OsStr| keep.iter().any(|keep| name == keep.as_str());
+        if path.file_name().is_some_and(kept) {
+            continue;
+        }
         let is_directory = fs::symlink_metadata(&path)
             .map_err(failed("look at", &path))?
             .is_dir();

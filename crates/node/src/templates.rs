@@ -98,6 +98,10 @@ pub trait Templates: Send + Sync + fmt::Debug {
         size: SizeClass,
     ) -> Result<StartingPoint, TemplateError>;
 
+    /// Keeps the files of one size's snapshot for a machine that runs from it already. Makes nothing: `None` if there is
+    /// no such snapshot any more.
+    async fn hold(&self, digest: &str, size: SizeClass) -> Result<Option<Lease>, TemplateError>;
+
     /// All of them.
     async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError>;
 

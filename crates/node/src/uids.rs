@@ -42,6 +42,11 @@ impl UidSlots {
         Some(uid)
     }
 
+    /// Takes one id that a machine has already.
+    pub(crate) fn reserve(&self, uid: u32) {
+        locked(&self.state).used.insert(uid);
+    }
+
     /// Gives an id back; only when no process of it is left.
     pub(crate) fn give_back(&self, uid: u32) {
         locked(&self.state).used.remove(&uid);

@@ -171,6 +171,13 @@ impl Templates for VolumeTemplates {
         made.map(Into::into).map_err(|error| typed(&reference, error))
     }
 
+    async fn hold(&self, digest: &str, size: SizeClass) -> Result<Option<Lease>, TemplateError> {
+        let template = self.template(digest)?;
+        let files = self.machine(&template, size);
+        let files = files.map_err(|error| typed(digest, Arc::new(error)))?;
+        Ok(files.map(Lease::new))
+    }
+
     async fn list(&self) -> Result<Vec<TemplateInfo>, TemplateError> {
         let all = self
             .builder

@@ -1,10 +1,6 @@
 //! The file: its permissions, its format, and how older formats become the present one.
 
-use std::{
-    io,
-    os::unix::fs::PermissionsExt as _,
-    path::Path,
-};
+use std::{io, os::unix::fs::PermissionsExt as _, path::Path};
 
 use fs_err::{self as fs, os::unix::fs::OpenOptionsExt as _};
 use jiff::Timestamp;
@@ -107,11 +103,11 @@ async fn migrate(connection: &mut SqliteConnection, found: i64) -> Result<(), sq
             .bind(serde_json::to_string(&EndCause::PlatformRestarted).unwrap_or_default())
             .execute(&mut *transaction)
             .await?;
-        sqlx::raw_sql("DROP TABLE lives_1").execute(&mut *transaction).await?;
+        sqlx::raw_sql("DROP TABLE lives_1")
+            .execute(&mut *transaction)
+            .await?;
     }
-    sqlx::raw_sql(SET_FORMAT)
-        .execute(&mut *transaction)
-        .await?;
+    sqlx::raw_sql(SET_FORMAT).execute(&mut *transaction).await?;
     transaction.commit().await
 }
 

@@ -66,6 +66,10 @@ pub(super) async fn update(
             "UPDATE lives SET state = 'running', paused_us = NULL, environment = NULL, ready_ms = COALESCE(?3, ready_ms)
              WHERE id = ?1 AND generation = ?2 AND state NOT IN ('stopping', 'ended')"
         }
+        Change::Machine { .. } => {
+            "UPDATE lives SET worker = ?3, machine = ?4, network = ?5
+             WHERE id = ?1 AND generation = ?2 AND state = 'creating'"
+        }
         Change::Pausing => {
             "UPDATE lives SET state = 'pausing'
              WHERE id = ?1 AND generation = ?2 AND state NOT IN ('stopping', 'ended')"
@@ -88,6 +92,10 @@ pub(super) async fn update(
         .bind(stored(generation));
     let query = match change {
         Change::Running { ready_ms } => query.bind(*ready_ms),
+        Change::Machine { record, network } => query
+            .bind(record.name.as_str().to_owned())
+            .bind(json(record)?)
+            .bind(network.as_ref().map(|network| network.as_str().to_owned())),
         Change::Pausing => query,
         Change::Paused(at) | Change::Deadline(at) => query.bind(at.as_microsecond()),
         Change::Stopping(cause) => query.bind(json(cause)?),

@@ -13,18 +13,15 @@ use tokio::sync::Mutex;
 use super::{Link, LinkError, Owner, Session, open_control};
 
 impl Link {
-    /// Takes over the daemon of a machine that an earlier process made, and returns what it says of itself. The hello
-    /// of the new connection ends the earlier one; nothing of that one can be mistaken for an answer.
-    ///
-    /// The machine must run.
-    pub(crate) async fn adopt(
+    /// Begins to take over the daemon of a machine that an earlier process made and writes the hello, which is read
+    /// when the machine runs. It ends the earlier connection; nothing of that one can be mistaken for an answer.
+    pub(crate) async fn reopen(
         machine: Arc<dyn Machine>,
         generation: u64,
         owner: Owner,
         limit: Duration,
-    ) -> Result<(Arc<Self>, HelloAck), LinkError> {
+    ) -> Result<Arc<Self>, LinkError> {
         let control = open_control(machine.as_ref(), generation).await?;
-        let ack = control.greeted(limit).await?;
         let session = Session {
             control: Arc::new(control),
             nonce_used: false,
@@ -37,7 +34,12 @@ impl Link {
             limit,
             session: Arc::new(Mutex::new(session)),
         };
-        Ok((Arc::new(link), ack))
+        Ok(Arc::new(link))
+    }
+
+    /// What the daemon says of itself, once it has.
+    pub(crate) async fn greeted(&self) -> Result<HelloAck, LinkError> {
+        Ok(self.control().await?.greeted(self.limit).await?)
     }
 
     /// Lets the agent's processes run, should they stand still, and sets the clock. Written at once, also while the
