@@ -83,6 +83,29 @@ pub(crate) struct World {
     /// Alive as long as a sandbox holds the template.
     pub(crate) template: Arc<()>,
     capabilities: Capabilities,
+    /// Where the guests live: they outlive a node, and the runtime it runs on.
+    home: Home,
+    /// Whether new guests have the oldest daemon that there is.
+    pub(crate) old: AtomicBool,
+    /// Whether handles are dropped by a crash, of which no guard knows.
+    crashing: AtomicBool,
+}
+
+/// A runtime of its own, or that of the test, whose clock may be stopped.
+#[derive(Debug)]
+enum Home {
+    Own(Option<tokio::runtime::Runtime>),
+    Shared(tokio::runtime::Handle),
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        if let Self::Own(runtime) = self
+            && let Some(runtime) = runtime.take()
+        {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 /// One pretended machine, known to the world while it lives, whoever holds its handle.
@@ -120,7 +143,25 @@ impl Life {
 
 impl World {
     pub(crate) fn new() -> Arc<Self> {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        Self::at(Home::Own(Some(runtime)))
+    }
+
+    /// With guests that live by the clock of the test.
+    pub(crate) fn by_the_clock() -> Arc<Self> {
+        Self::at(Home::Shared(tokio::runtime::Handle::current()))
+    }
+
+    fn at(home: Home) -> Arc<Self> {
         Arc::new(Self {
+            home,
+            old: AtomicBool::new(false),
+            crashing: AtomicBool::new(false),
             faults: Mutex::default(),
             fault_changed: Notify::new(),
             networks: Mutex::default(),
@@ -146,6 +187,24 @@ impl World {
                 layered_disks: true,
             },
         })
+    }
+
+    pub(crate) fn home(&self) -> tokio::runtime::Handle {
+        match &self.home {
+            Home::Own(runtime) => runtime
+                .as_ref()
+                .expect("until it is dropped")
+                .handle()
+                .clone(),
+            Home::Shared(handle) => handle.clone(),
+        }
+    }
+
+    /// Ends a node as a kill does: its tasks stop where they are, its machines live on.
+    pub(crate) fn crash(&self, node: tokio::runtime::Runtime) {
+        self.crashing.store(true, Ordering::SeqCst);
+        node.shutdown_timeout(Duration::from_secs(10));
+        self.crashing.store(false, Ordering::SeqCst);
     }
 
     pub(crate) fn inject(&self, step: &'static str, fault: Fault) {
@@ -253,7 +312,12 @@ impl Privileges for World {
 
     async fn group_usage(&self, name: &ObjectName) -> Result<GroupUsage, PrivilegeError> {
         self.privileged("group_usage").await?;
-        assert!(locked(&self.groups).contains_key(name), "{name} has no group");
+        if !locked(&self.groups).contains_key(name) {
+            return Err(PrivilegeError::System {
+                act: format!("reading the group {name}"),
+                source: io::ErrorKind::NotFound.into(),
+            });
+        }
         Ok(GroupUsage {
             cpu_micros: 1000,
             memory_bytes: *locked(&self.group_memory),
@@ -471,6 +535,9 @@ struct PretendedMachine {
 impl Drop for PretendedMachine {
     fn drop(&mut self) {
         self.teller.abort();
+        if self.world.crashing.load(Ordering::SeqCst) {
+            return;
+        }
         if let Some(exit) = locked(&self.exit).take() {
             self.life.exits(ExitReason::Killed);
             exit.send_replace(self.life.exit.borrow().clone());
@@ -502,8 +569,12 @@ impl PretendedMachine {
     }
 
     /// A stream to the guest, whose other end is its.
-    fn connect(&self) -> (UnixStream, UnixStream) {
-        let (host, guest) = UnixStream::pair().expect("a socket pair");
+    fn connect(&self) -> (UnixStream, std::os::unix::net::UnixStream) {
+        let (host, guest) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+        for end in [&host, &guest] {
+            end.set_nonblocking(true).expect("a socket");
+        }
+        let host = UnixStream::from_std(host).expect("a socket");
         let second = rustix::io::fcntl_dupfd_cloexec(&host, 3).expect("a descriptor");
         locked(&self.given).push(second);
         (host, guest)

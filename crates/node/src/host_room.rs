@@ -207,6 +207,7 @@ mod tests {
         assert!(lacking(&config, 0).is_some_and(|what| what.starts_with("disk:")));
         config.memory_reserve = u64::MAX;
         assert!(lacking(&config, 0).is_some_and(|what| what.starts_with("memory:")));
+        assert!(lacking(&config, u64::MAX).is_some_and(|what| what.starts_with("disk:")));
         let spared = lacking(&config, u64::MAX);
         assert!(
             spared.is_some_and(|what| what.starts_with("disk:")),

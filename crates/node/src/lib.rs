@@ -46,7 +46,7 @@ pub use lock::LockError;
 pub use manager::NodeManager;
 pub use pool::PoolConfig;
 pub use seam::{
-    CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, SandboxEvent, SandboxStatus,
+    CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, PoolStatus, SandboxEvent, SandboxStatus,
     TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
 };
 pub use start_up::OpenError;

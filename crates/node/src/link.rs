@@ -27,7 +27,7 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use jiff::Timestamp;
 use rand::TryRngCore as _;
-use space_channel::{ChannelError, HostControl, Identity, IdentityMode, http2, open_data};
+use space_channel::{ChannelError, GuestState, HostControl, Identity, IdentityMode, http2, open_data};
 use space_vmm::{Machine, PortStream, VmmError};
 use tokio::sync::{Mutex, OwnedMutexGuard};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -259,6 +259,34 @@ impl Link {
         Ok(())
     }
 
+    /// Lets a machine run that is nobody's, and says what its daemon is in.
+    pub(crate) async fn wake(&self) -> Result<GuestState, LinkError> {
+        let control = self.session.lock().await.control.clone();
+        self.machine
+            .resume()
+            .await
+            .map_err(|source| LinkError::Resume { source })?;
+        Ok(control.greeted(self.limit).await?.state)
+    }
+
+    /// One request with a whole answer, whatever its status.
+    pub(crate) async fn exchange(
+        self: &Arc<Self>,
+        step: &'static str,
+        request: Request<()>,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes), LinkError> {
+        let limit = self.limit;
+        let exchange = async {
+            let response = self.send(step, request.map(|()| boxed(Full::new(body)))).await?;
+            let status = response.status();
+            Ok((status, read(step, response).await?))
+        };
+        tokio::time::timeout(limit, exchange)
+            .await
+            .map_err(|_| LinkError::TimedOut { step, limit })?
+    }
+
     /// The data session, opened if there is none that works.
     pub(crate) async fn data(self: &Arc<Self>) -> Result<DataStream, LinkError> {
         let session = self.session.clone().lock_owned().await;
@@ -318,32 +346,6 @@ impl Link {
         });
         session.data = Some(data.clone());
         Ok(data)
-    }
-
-    /// Asks the daemon over the control port whether it lives; opens that port again if it was closed.
-    pub(crate) async fn health(&self, limit: Duration) -> Result<(), LinkError> {
-        let asked = async {
-            let control = {
-                let mut session = self.session.lock().await;
-                if session.control.is_closed() {
-                    let control = Arc::new(self.open_control().await?);
-                    *session = Session {
-                        control,
-                        nonce_used: false,
-                        data: None,
-                    };
-                }
-                session.control.clone()
-            };
-            control.health(limit).await?;
-            Ok(())
-        };
-        tokio::time::timeout(limit, asked)
-            .await
-            .map_err(|_| LinkError::TimedOut {
-                step: "health",
-                limit,
-            })?
     }
 
     /// Sets the environment of everything started from now on.

@@ -15,7 +15,6 @@ use std::{
     time::Instant,
 };
 
-
 use space_api::size::SizeClass;
 use space_node_manager::{GroupLimits, Network};
 use space_vmm::{DiskLayer, Machine, MachineSpec, StartMode};

@@ -156,6 +156,23 @@ pub struct NodeInfo {
     pub capacity: usize,
     /// Data directory.
     pub data_directory: PathBuf,
+    /// Machines kept ready, by template and size.
+    pub pool: Vec<PoolStatus>,
+}
+
+/// Machines of one template and size that are kept ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolStatus {
+    /// `name:tag`.
+    pub template: String,
+    /// Size.
+    pub size: SizeClass,
+    /// Ready to be taken.
+    pub ready: usize,
+    /// Being made.
+    pub warming: usize,
+    /// How many there should be.
+    pub target: usize,
 }
 
 /// Why a node did not do what was asked.

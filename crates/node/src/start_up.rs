@@ -81,10 +81,11 @@ pub(crate) async fn directories(config: &NodeConfig) -> Result<Locks, OpenError>
     if !config.run_directory.is_absolute() || !config.data_directory.is_absolute() {
         return refuse("the data and run directories must be absolute paths".to_owned());
     }
-    if config.uids.start == 0 || config.uids.len() < config.capacity {
+    let machines = config.capacity + config.pool.most_machines();
+    if config.uids.start == 0 || config.uids.len() < machines {
         return refuse(format!(
-            "there must be a user id other than 0 for each of {} sandboxes, got {:?}",
-            config.capacity, config.uids
+            "there must be a user id other than 0 for each of {machines} machines, those kept ready included, got {:?}",
+            config.uids
         ));
     }
     if config.capacity == 0 || config.max_creating == 0 || config.concurrent_starts == 0 {

@@ -7,6 +7,8 @@
 )]
 
 mod machines {
+    mod guest;
+    mod pool;
     pub(crate) mod stack;
 }
 

@@ -13,7 +13,7 @@ use std::{
 use jiff::{Timestamp, ToSpan as _};
 use rustix::process::Pid;
 use space_api::id::{ProjectId, SandboxId};
-use space_node::{CreateSandbox, Node as _, NodeConfig, NodeManager, VolumeTemplates};
+use space_node::{CreateSandbox, Node as _, NodeConfig, NodeManager, PoolConfig, VolumeTemplates};
 use space_node_manager::{LocalPrivileges, Privileges};
 use space_vmm::{QemuConfig, QemuDriver, Vmm};
 use space_volume::{TemplateBuilder, VolumeConfig};
@@ -26,6 +26,15 @@ pub(crate) struct Stack {
     pub(crate) node: Arc<NodeManager>,
     installation: String,
     directory: Directory,
+    pooled: bool,
+}
+
+/// No machines but those that a test asks for.
+fn no_pool() -> PoolConfig {
+    PoolConfig {
+        max_machines: 0,
+        ..PoolConfig::default()
+    }
 }
 
 /// Ours to remove, or the parent's.
@@ -69,13 +78,14 @@ fn directory() -> tempfile::TempDir {
     directory
 }
 
-async fn open(directory: &Path, installation: &str) -> Arc<NodeManager> {
+async fn open(directory: &Path, installation: &str, pool: PoolConfig) -> Arc<NodeManager> {
     let mut config = NodeConfig::new(directory.join("data"), directory.join("run"));
     // Tests run beside each other, so each has user ids of its own.
     let offset = installation.bytes().map(u32::from).sum::<u32>() % 50;
     let first = 300_000 + offset * 100;
     config.uids = first..first + 99;
     config.disk_reserve = 64 << 20;
+    config.pool = pool;
     let privileges: Arc<dyn Privileges> =
         Arc::new(LocalPrivileges::new(installation, &config.run_directory).expect("privileges"));
     let driver = QemuDriver::probe(QemuConfig::default(), privileges.clone())
@@ -96,17 +106,23 @@ async fn open(directory: &Path, installation: &str) -> Arc<NodeManager> {
 
 impl Stack {
     pub(crate) async fn open(name: &str) -> Option<Self> {
+        Self::with_pool(name, no_pool()).await
+    }
+
+    pub(crate) async fn with_pool(name: &str, pool: PoolConfig) -> Option<Self> {
         if skipped() {
             return None;
         }
+        let pooled = pool.max_machines > 0;
         // Left over from a run of the tests that was killed, or not there at all.
         let installation = format!("t{name}");
         let directory = directory();
-        let node = open(directory.path(), &installation).await;
+        let node = open(directory.path(), &installation, pool).await;
         Some(Self {
             node,
             installation,
             directory: Directory::Own(directory),
+            pooled,
         })
     }
 
@@ -121,11 +137,12 @@ impl Stack {
     pub(crate) async fn victim() -> Option<Self> {
         let directory = PathBuf::from(std::env::var_os(VICTIM)?);
         let installation = "tvictim".to_owned();
-        let node = open(&directory, &installation).await;
+        let node = open(&directory, &installation, no_pool()).await;
         Some(Self {
             node,
             installation,
             directory: Directory::Given(directory),
+            pooled: false,
         })
     }
 
@@ -145,11 +162,12 @@ impl Stack {
 
     pub(crate) async fn reopen(name: &str, directory: tempfile::TempDir) -> Self {
         let installation = format!("t{name}");
-        let node = open(directory.path(), &installation).await;
+        let node = open(directory.path(), &installation, no_pool()).await;
         let stack = Self {
             node,
             installation,
             directory: Directory::Own(directory),
+            pooled: false,
         };
         assert_eq!(stack.machines(), Vec::<String>::new());
         stack
@@ -210,7 +228,7 @@ impl Stack {
             .into_iter()
             .map(|status| status.id)
             .collect();
-        if live.is_empty() {
+        if live.is_empty() && !self.pooled {
             assert_eq!(self.machines(), Vec::<String>::new());
         }
         within(self.node.shutdown()).await;

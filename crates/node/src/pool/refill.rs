@@ -1,0 +1,191 @@
+//! Making one machine ahead, from a template's machine to one that stands still, warm.
+//!
+//! It is noted like a sandbox's before it is made, and whether it fails, is cancelled or panics, it is taken apart again.
+
+use std::{
+    panic::AssertUnwindSafe,
+    pin::pin,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use futures_util::FutureExt as _;
+use space_api::size::SizeClass;
+use tokio::time::Instant;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
+
+use super::Ready;
+use crate::{
+    failure::{self, Failure},
+    locked,
+    manager::Shared,
+    provision::{CPU_WEIGHT, Order, Progress},
+    remains::Remains,
+    templates::{Lease, ResolvedTemplate},
+    warm,
+    worker::{self, Worker},
+};
+
+/// Share of the CPU while it is made: whatever a sandbox does goes before.
+const WEIGHT_AHEAD: u64 = 1;
+
+/// One machine to make.
+struct Refill {
+    shared: Arc<Shared>,
+    template: ResolvedTemplate,
+    size: SizeClass,
+    remains: Mutex<Remains>,
+    progress: Progress,
+    cancel: CancellationToken,
+}
+
+/// Makes one. Must not be dropped; `cancel` ends it.
+pub(super) async fn refill(
+    shared: Arc<Shared>,
+    template: ResolvedTemplate,
+    size: SizeClass,
+    cancel: CancellationToken,
+) -> Result<Ready, Failure> {
+    let name = worker::fresh_name().map_err(failure::privilege("naming a machine"))?;
+    let refill = Refill {
+        shared,
+        template,
+        size,
+        remains: Mutex::new(Remains::new(name)),
+        progress: Progress::default(),
+        cancel,
+    };
+    let made = refill.attended().await;
+    let Refill { shared, remains, .. } = refill;
+    let remains = remains.into_inner().unwrap_or_else(PoisonError::into_inner);
+    match made {
+        Ok((worker, lease, bytes)) => {
+            let (watching, mut exit) = (shared.clone(), worker.machine.exit());
+            let watch = tokio::spawn(async move {
+                drop(exit.wait_for(Option::is_some).await);
+                watching.pool.changed.notify_one();
+            });
+            Ok(Ready {
+                worker,
+                remains,
+                lease,
+                bytes,
+                since: Instant::now(),
+                _watch: AbortOnDropHandle::new(watch),
+            })
+        }
+        Err(failure) => {
+            remove(&shared, remains).await;
+            Err(failure)
+        }
+    }
+}
+
+/// Takes a machine apart that is nobody's.
+pub(crate) async fn remove(shared: &Shared, mut remains: Remains) {
+    let limit = shared.config.limits.stop;
+    remains
+        .remove(shared.privileges.as_ref(), &shared.uids, limit)
+        .await;
+    if !remains.is_empty() {
+        shared.leave_to_janitor(remains);
+    }
+}
+
+impl Refill {
+    /// Makes it within the limit. One that is to end first is given the time to come to a point where nothing is
+    /// half-made, and its machine is killed meanwhile.
+    async fn attended(&self) -> Result<(Worker, Lease, u64), Failure> {
+        let mut work = pin!(AssertUnwindSafe(self.make()).catch_unwind());
+        let panicked = |_| {
+            Err(Failure::Step(format!(
+                "a fault of the node while {}",
+                self.progress.step()
+            )))
+        };
+        let limit = self.shared.pool.config.refill_limit;
+        let failure = tokio::select! {
+            biased;
+            done = &mut work => return done.unwrap_or_else(panicked),
+            () = self.cancel.cancelled() => Failure::Ended,
+            () = tokio::time::sleep(limit) => Failure::Step(format!(
+                "it was not ready within {} s while {}", limit.as_secs(), self.progress.step()
+            )),
+        };
+        self.cancel.cancel();
+        let hurry = async {
+            let group = {
+                let remains = locked(&self.remains);
+                remains.group.then(|| remains.name.clone())
+            };
+            if let Some(group) = group {
+                drop(self.shared.privileges.kill_group(&group).await);
+            }
+        };
+        let wait = tokio::time::timeout(self.shared.config.limits.stop, work);
+        let (waited, ()) = tokio::join!(wait, hurry);
+        if waited.is_err() {
+            tracing::error!(
+                step = self.progress.step(),
+                "a step of a machine made ahead did not come to an end; what it makes is swept later"
+            );
+        }
+        Err(failure)
+    }
+
+    async fn make(&self) -> Result<(Worker, Lease, u64), Failure> {
+        let (shared, pool) = (&self.shared, &self.shared.pool);
+        self.progress.at("preparing the template's machine");
+        let point = tokio::select! {
+            () = self.cancel.cancelled() => return Err(Failure::Ended),
+            point = shared.templates.ensure_machine(&self.template, self.size) => point?,
+        };
+        let lease = point.lease.clone();
+        self.quiet().await;
+        let order = Order {
+            shared,
+            size: self.size,
+            cpu_weight: WEIGHT_AHEAD,
+            remains: &self.remains,
+            progress: &self.progress,
+            cancel: &self.cancel,
+        };
+        let (worker, _) = order.provision(point).await?;
+        self.progress.at("warming it");
+        let warmed = tokio::select! {
+            biased;
+            () = self.cancel.cancelled() => return Err(Failure::Ended),
+            warmed = warm::warm(&worker, || pool.quiet.wait(warm::HOLD_BACK)) => warmed,
+        };
+        let report = match warmed {
+            Ok(report) => report,
+            Err(error) => return Err(worker.failure("warming it", &error).await),
+        };
+        self.progress.at("stopping it");
+        worker.machine.pause().await?;
+        let group = &worker.name;
+        shared
+            .privileges
+            .set_group_weight(group, CPU_WEIGHT)
+            .await
+            .map_err(failure::privilege("giving it its share of the CPU"))?;
+        let usage = shared
+            .privileges
+            .group_usage(group)
+            .await
+            .map_err(failure::privilege("measuring it"))?;
+        tracing::debug!(
+            worker = %group,
+            rounds = report.rounds,
+            first_ms = report.first.as_secs_f64() * 1e3,
+            last_ms = report.last.as_secs_f64() * 1e3,
+            cpu_ms = usage.cpu_micros / 1000,
+            mib = usage.memory_bytes >> 20,
+            "a machine is warm"
+        );
+        Ok((worker, lease, usage.memory_bytes))
+    }
+
+    async fn quiet(&self) {
+        self.shared.pool.quiet.wait(warm::HOLD_BACK).await;
+    }
+}
