@@ -173,6 +173,10 @@ pub struct PoolStatus {
     pub warming: usize,
     /// How many there should be.
     pub target: usize,
+    /// Creates that took one, since the node was opened.
+    pub hits: u64,
+    /// Creates that found none.
+    pub misses: u64,
 }
 
 /// Why a node did not do what was asked.

@@ -221,6 +221,9 @@ impl Keeper {
     /// Begins to make what is missing.
     fn make(&mut self) {
         let pool = &self.shared.pool;
+        if self.memory != HostMemory::Plenty {
+            return;
+        }
         while self.refills.len() < pool.config.concurrent_refills.max(1) {
             let Some((key, template)) = locked(&pool.state).next_to_make() else {
                 return;

@@ -73,6 +73,8 @@ pub(super) struct Shelf {
     bytes: Option<u64>,
     failures: u32,
     retry_at: Option<Instant>,
+    hits: u64,
+    misses: u64,
 }
 
 impl Shelf {
@@ -90,6 +92,8 @@ impl Shelf {
             bytes: None,
             failures: 0,
             retry_at: None,
+            hits: 0,
+            misses: 0,
         }
     }
 
@@ -148,8 +152,13 @@ impl Shelf {
 
     /// The one that has waited longest, and lives.
     pub(super) fn take(&mut self) -> Option<Ready> {
-        let at = self.ready.iter().position(|ready| !ready.is_dead())?;
-        self.ready.remove(at)
+        let at = self.ready.iter().position(|ready| !ready.is_dead());
+        let taken = at.and_then(|at| self.ready.remove(at));
+        match taken {
+            Some(_) => self.hits += 1,
+            None => self.misses += 1,
+        }
+        taken
     }
 
     pub(super) fn put(&mut self, ready: Ready) {
@@ -230,6 +239,8 @@ impl Shelf {
             ready: self.ready.len(),
             warming: self.warming,
             target: self.target,
+            hits: self.hits,
+            misses: self.misses,
         }
     }
 }
