@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
+use crate::{lifecycle::IdlePolicy, rest::QueueRequest};
+
 /// The daemon protocol version announced to SDKs, which switch features by it.
 pub const ENVD_VERSION: &str = "0.6.13";
 
@@ -28,7 +30,7 @@ pub struct NewSandbox {
     /// Seconds until it is ended, counted from now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
-    /// Free labels, to be found again by.
+    /// Free text under names, to be found again by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
     /// Environment of every process started inside.
@@ -46,13 +48,22 @@ pub struct NewSandbox {
     /// Extension: writable disk in MiB; the template's default if absent.
     #[serde(default, rename = "diskSizeMB", skip_serializing_if = "Option::is_none")]
     pub disk_size_mb: Option<u32>,
+    /// Extension: labels, to be found by and changed with `PATCH /v1/sandboxes/{id}`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+    /// Extension: what is done when it does no work for a while; nothing if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_idle: Option<IdlePolicy>,
+    /// Extension: wait for room rather than be refused at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue: Option<QueueRequest>,
     /// Suspend instead of ending at the deadline. Not available in this version: only `false` is accepted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub auto_pause: Option<bool>,
     /// Only meaningful together with `autoPause`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub auto_pause_memory: Option<bool>,
-    /// Wake by traffic. Not available in this version: only `{"enabled": false}` is accepted.
+    /// Whether traffic to its ports wakes it when it is paused in memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub auto_resume: Option<AutoResume>,
     /// Accepted and without effect: in this version no sandbox has a way out.
@@ -79,7 +90,7 @@ pub struct NewSandbox {
     pub volume_mounts: Option<Vec<Value>>,
 }
 
-/// Whether traffic wakes a suspended sandbox.
+/// Whether traffic to its ports wakes a paused sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AutoResume {
     /// Whether it does.
@@ -154,7 +165,7 @@ pub struct Sandbox {
 pub enum RunState {
     /// Usable.
     Running,
-    /// Suspended, in our words.
+    /// Standing still, in memory.
     Paused,
 }
 
@@ -185,16 +196,19 @@ pub struct ListedSandbox {
     /// MiB.
     #[serde(rename = "diskSizeMB")]
     pub disk_size_mb: u32,
-    /// Running or suspended.
+    /// Running or paused.
     pub state: RunState,
     /// See [`ENVD_VERSION`].
     pub envd_version: String,
     /// The template's bare name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub alias: Option<String>,
-    /// Its labels.
+    /// What its owner wrote on it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metadata: BTreeMap<String, String>,
+    /// Extension: its labels.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
 }
 
 /// A sandbox in full.
@@ -214,6 +228,17 @@ pub struct SandboxDetail {
     pub lifecycle: Lifecycle,
     /// Always `false`: in this version no sandbox has a way out.
     pub allow_internet_access: bool,
+    /// Extension: its machine's name on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
+    /// Extension: when work was last seen in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, format = DateTime)]
+    pub last_active_at: Option<Timestamp>,
+    /// Extension: since when it does no work, if it does none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, format = DateTime)]
+    pub idle_since: Option<Timestamp>,
 }
 
 /// What happens at the deadline.
@@ -239,6 +264,18 @@ pub struct ConnectRequest {
     /// Seconds from now; never shortens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
+}
+
+/// `POST /sandboxes/{id}/resume`, of older SDKs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ResumeRequest {
+    /// Seconds from now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<u64>,
+    /// See [`NewSandbox::auto_pause`]: only `false` is accepted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auto_pause: Option<bool>,
 }
 
 /// `POST /sandboxes/{id}/refreshes`.

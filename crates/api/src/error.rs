@@ -34,6 +34,8 @@ pub enum ErrorCode {
     IdempotencyOutcomeUnknown,
     /// The idempotency key was used with another body.
     IdempotencyRequestMismatch,
+    /// The key may not do this.
+    Forbidden,
     /// A fault of the platform.
     InternalServerError,
     /// The API key is unknown or revoked.
@@ -54,6 +56,8 @@ pub enum ErrorCode {
     QuotaExceeded,
     /// No such path.
     RouteNotFound,
+    /// E2B's `resume` on a sandbox that is not paused.
+    SandboxAlreadyRunning,
     /// No node has room.
     SandboxCapacityUnavailable,
     /// A node could not create it this time; everything was undone.
@@ -64,6 +68,10 @@ pub enum ErrorCode {
     SandboxNoCompatibleNode,
     /// No such sandbox in this project.
     SandboxNotFound,
+    /// The sandbox is paused, and this request does not wake it.
+    SandboxPaused,
+    /// The sandbox could not be paused or resumed and is as it was before.
+    SandboxTransitionFailed,
     /// The sandbox is on its way to another state.
     SandboxTransitioning,
     /// The platform is shutting down.
@@ -72,6 +80,8 @@ pub enum ErrorCode {
     TemplateNotFound,
     /// The platform did not answer within its own limit.
     Timeout,
+    /// More of these at once than the platform serves.
+    TooManyRequests,
     /// A code that this version does not know.
     #[serde(other)]
     Unknown,

@@ -75,8 +75,10 @@ impl SandboxState {
 pub struct IdlePolicy {
     /// Seconds without work, [`IdlePolicy::SECONDS`]. No work means: next to no CPU, disk or network traffic, no command
     /// that was started and has not ended, no stream open. A client that is away is not idleness.
+    #[serde(alias = "afterSeconds")]
     pub after_seconds: u32,
     /// What happens then.
+    #[serde(default)]
     pub action: IdleAction,
 }
 
@@ -86,10 +88,11 @@ impl IdlePolicy {
 }
 
 /// See [`IdlePolicy`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum IdleAction {
     /// Its machine is stopped and stays in memory; `resume`, `connect` and traffic let it run again.
+    #[default]
     Pause,
 }
 

@@ -8,7 +8,8 @@ use serde::{Serialize, de::DeserializeOwned};
 use space_api::{
     e2b,
     id::SandboxId,
-    rest::{CreatedKey, KeyRecord, NewKey, NodeRecord, ProjectRecord, SandboxRecord},
+    lifecycle::IdlePolicy,
+    rest::{CreatedKey, KeyRecord, KeyRole, NewKey, NodeRecord, ProjectRecord, QueueRequest, SandboxRecord},
     size::SizeClass,
 };
 
@@ -18,7 +19,7 @@ use crate::{ClientError, Endpoint, Sandbox};
 const REQUEST_LIMIT: Duration = Duration::from_secs(120);
 /// Most bytes of an error answer that are read.
 const ERROR_BODY_LIMIT: usize = 64 * 1024;
-/// Most pages that [`Client::sandboxes`] follows.
+/// Most pages of one list that are read.
 const PAGE_LIMIT: usize = 1000;
 
 /// A client of one platform. Cheap to clone.
@@ -39,8 +40,16 @@ pub struct SandboxOptions {
     pub timeout: Option<Duration>,
     /// Environment of every process in it.
     pub environment: BTreeMap<String, String>,
-    /// Labels.
+    /// Free text under names, as E2B's SDKs write it.
     pub metadata: BTreeMap<String, String>,
+    /// Labels, to be found by.
+    pub labels: BTreeMap<String, String>,
+    /// What is done when it does no work for a while; nothing if `None`.
+    pub on_idle: Option<IdlePolicy>,
+    /// Whether traffic to its ports wakes it when it is paused.
+    pub wake_on_traffic: bool,
+    /// How long to wait for room, at most 300 s; refused at once if `None`.
+    pub queue: Option<Duration>,
     /// Sent as `Idempotency-Key`, so that a repeated create makes one sandbox.
     pub idempotency_key: Option<String>,
 }
@@ -53,6 +62,10 @@ impl Default for SandboxOptions {
             timeout: None,
             environment: BTreeMap::new(),
             metadata: BTreeMap::new(),
+            labels: BTreeMap::new(),
+            on_idle: None,
+            wake_on_traffic: false,
+            queue: None,
             idempotency_key: None,
         }
     }
@@ -87,6 +100,14 @@ impl Client {
             timeout: options.timeout.map(|timeout| timeout.as_secs()),
             metadata: Some(options.metadata.clone()).filter(|map| !map.is_empty()),
             env_vars: Some(options.environment.clone()).filter(|map| !map.is_empty()),
+            labels: Some(options.labels.clone()).filter(|map| !map.is_empty()),
+            on_idle: options.on_idle,
+            auto_resume: options
+                .wake_on_traffic
+                .then_some(e2b::AutoResume { enabled: true }),
+            queue: options.queue.map(|span| QueueRequest {
+                timeout_seconds: span.as_secs().max(1),
+            }),
             cpu_count: options.size.map(|size| size.vcpus),
             memory_mb: options.size.map(|size| size.memory_mib),
             disk_size_mb: options.size.map(|size| size.disk_mib),
@@ -96,11 +117,14 @@ impl Client {
         if let Some(key) = &options.idempotency_key {
             request = request.header("idempotency-key", key);
         }
+        if let Some(span) = options.queue {
+            request = request.timeout(REQUEST_LIMIT.saturating_add(span));
+        }
         let made: e2b::Sandbox = self.read(request).await?;
         self.handle(made)
     }
 
-    /// Gives a handle to a running sandbox. Extends its life to `timeout` from now, never shortens it.
+    /// Gives a handle to a sandbox, which runs on if it was paused. Extends its life to `timeout` from now, never shortens it.
     pub async fn connect(&self, id: &SandboxId, timeout: Option<Duration>) -> Result<Sandbox, ClientError> {
         // Zero asks for nothing: it is before every deadline, and a deadline is never moved closer.
         let body = e2b::ConnectRequest {
@@ -120,14 +144,23 @@ impl Client {
         Sandbox::new(self.clone(), id, made)
     }
 
-    /// All sandboxes of the project that are not ended, oldest first or newest first as the platform likes.
+    /// All sandboxes of the project that are not ended, newest first.
     pub async fn sandboxes(&self) -> Result<Vec<e2b::ListedSandbox>, ClientError> {
+        self.pages("/v2/sandboxes", &[("limit", "100".to_owned())], usize::MAX)
+            .await
+    }
+
+    /// What a list has on all its pages, or the first of it up to `most`.
+    pub(crate) async fn pages<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+        most: usize,
+    ) -> Result<Vec<T>, ClientError> {
         let mut found = Vec::new();
         let mut token: Option<String> = None;
         for _ in 0..PAGE_LIMIT {
-            let mut request = self
-                .request(Method::GET, "/v2/sandboxes")
-                .query(&[("limit", "100")]);
+            let mut request = self.request(Method::GET, path).query(query);
             if let Some(token) = &token {
                 request = request.query(&[("nextToken", token)]);
             }
@@ -138,12 +171,13 @@ impl Client {
                 .and_then(|value| value.to_str().ok())
                 .filter(|token| !token.is_empty())
                 .map(str::to_owned);
-            let page: Vec<e2b::ListedSandbox> = self.json(answer).await?;
+            let page: Vec<T> = self.json(answer).await?;
             found.extend(page);
-            if token.is_none() {
+            if token.is_none() || found.len() >= most {
                 break;
             }
         }
+        found.truncate(most);
         Ok(found)
     }
 
@@ -204,12 +238,13 @@ impl Client {
     }
 
     /// Makes an API key. Its secret is in this answer only.
-    pub async fn create_key(&self, name: &str) -> Result<CreatedKey, ClientError> {
+    pub async fn create_key(&self, name: &str, role: KeyRole) -> Result<CreatedKey, ClientError> {
         self.send(
             Method::POST,
             "/v1/keys",
             &NewKey {
                 name: name.to_owned(),
+                role,
             },
         )
         .await
@@ -233,11 +268,11 @@ impl Client {
         self.get("/v1/node").await
     }
 
-    async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+    pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.read(self.request(Method::GET, path)).await
     }
 
-    async fn send<T: DeserializeOwned>(
+    pub(crate) async fn send<T: DeserializeOwned>(
         &self,
         method: Method,
         path: &str,
@@ -259,7 +294,7 @@ impl Client {
     }
 
     /// A REST request with key and time limit.
-    fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
+    pub(crate) fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
         self.raw_request(method, path)
             .headers(self.endpoint.api_headers())
             .timeout(REQUEST_LIMIT)

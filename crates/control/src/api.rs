@@ -3,6 +3,7 @@
 //! Adding a call: its body types in `space-api`, a handler with `#[utoipa::path]` here, its line in [`documented`], a test in
 //! `tests/`, and `docs/openapi.json` anew (the drift test says how).
 
+mod events;
 mod extract;
 mod keys;
 mod lifecycle;
@@ -10,6 +11,7 @@ mod listing;
 mod logs;
 mod metrics;
 mod own;
+mod pausing;
 mod sandboxes;
 mod templates;
 mod unavailable;
@@ -18,7 +20,7 @@ mod views;
 use axum::{
     Router,
     response::{IntoResponse as _, Response},
-    routing::get,
+    routing::{get, post},
 };
 use http::{Method, StatusCode, Uri};
 use space_api::error::ErrorCode;
@@ -36,12 +38,12 @@ pub(crate) use extract::api_key_shaped;
 /// All calls that are part of the published contract.
 pub(crate) fn documented() -> OpenApiRouter<App> {
     OpenApiRouter::new()
-        .routes(routes!(sandboxes::create_v1, listing::list_v1))
-        .routes(routes!(sandboxes::create_v2, listing::list_v2))
+        .routes(routes!(listing::list_v1))
+        .routes(routes!(sandboxes::create, listing::list_v2))
         .routes(routes!(sandboxes::detail, lifecycle::delete))
         .routes(routes!(lifecycle::set_timeout))
-        .routes(routes!(lifecycle::connect_v1))
-        .routes(routes!(lifecycle::connect_v2))
+        .routes(routes!(lifecycle::connect))
+        .routes(routes!(pausing::resume_e2b))
         .routes(routes!(lifecycle::refresh))
         .routes(routes!(metrics::of_one))
         .routes(routes!(metrics::of_many))
@@ -53,12 +55,33 @@ pub(crate) fn documented() -> OpenApiRouter<App> {
         .routes(routes!(templates::one, templates::delete))
         .routes(routes!(templates::alias))
         .routes(routes!(own::health))
-        .routes(routes!(own::sandbox))
-        .routes(routes!(own::sandboxes))
+        .routes(routes!(own::sandbox, own::edit))
+        .routes(routes!(own::sandboxes, sandboxes::create_own))
+        .routes(routes!(pausing::pause))
+        .routes(routes!(pausing::resume))
+        .routes(routes!(pausing::prolong))
+        .routes(routes!(events::of_sandbox))
+        .routes(routes!(events::of_project))
         .routes(routes!(own::node))
         .routes(routes!(own::project))
         .routes(routes!(keys::list, keys::create))
         .routes(routes!(keys::revoke))
+}
+
+/// Older paths of calls that are documented under newer ones: E2B's SDKs before 2.55 use them.
+pub(crate) const OLDER_PATHS: [(&str, &str); 2] = [
+    ("/sandboxes", "/v2/sandboxes"),
+    (
+        "/sandboxes/{sandboxID}/connect",
+        "/v2/sandboxes/{sandboxID}/connect",
+    ),
+];
+
+fn older_paths() -> Router<App> {
+    let [(create, _), (connect, _)] = OLDER_PATHS;
+    Router::new()
+        .route(create, post(sandboxes::create))
+        .route(connect, post(lifecycle::connect))
 }
 
 /// The API as a service, layers included.
@@ -79,6 +102,7 @@ pub(crate) fn router(app: App) -> Router {
         // a backstop: every step within has its own, shorter limit.
         .layer(axum::middleware::from_fn_with_state(app.clone(), within_limit));
     documented
+        .merge(older_paths())
         .merge(unavailable::routes())
         .route("/openapi.json", get(openapi))
         .method_not_allowed_fallback(method_not_allowed)

@@ -6,15 +6,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use space_api::id::{ProjectId, SandboxId};
+use space_api::{id::SandboxId, lifecycle::SandboxState};
 use space_node::{EndRecord, Node, NodeError, TemplateInfo};
 use space_store::{End, SandboxRow, Store, StoreError};
+use tokio::sync::Semaphore;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::config::ControlConfig;
+use crate::{
+    callers::Callers,
+    config::ControlConfig,
+    queue::Queue,
+    transitions::{Pauses, Wakes},
+};
 
 /// Most sandboxes whose routing facts are kept in memory; beyond it all are forgotten and read again.
 const MAX_ROUTES: usize = 8192;
+/// Streams of events at once: each reads the store when something happens.
+const MAX_FOLLOWERS: usize = 128;
 /// How long the node's list of templates is taken as true.
 const TEMPLATES_FRESH: Duration = Duration::from_secs(2);
 
@@ -28,8 +36,16 @@ pub(crate) struct Shared {
     pub(crate) node: Arc<dyn Node>,
     /// Owns creates, upgraded connections and the drivers of tunnelled ones.
     pub(crate) tasks: TaskTracker,
+    /// Cancelled when the server is told to stop: what would go on for ever ends.
+    pub(crate) closing: CancellationToken,
     /// Ends what `tasks` owns, where waiting is no use.
     pub(crate) stop: CancellationToken,
+    pub(crate) callers: Callers,
+    pub(crate) queue: Queue,
+    pub(crate) pauses: Pauses,
+    pub(crate) wakes: Wakes,
+    /// Streams of events at once.
+    pub(crate) followers: Arc<Semaphore>,
     routes: Mutex<HashMap<SandboxId, Arc<Route>>>,
     creating: Mutex<HashSet<SandboxId>>,
     templates: Mutex<Option<(Instant, Arc<Vec<TemplateInfo>>)>>,
@@ -39,10 +55,11 @@ pub(crate) struct Shared {
 #[derive(Debug)]
 pub(crate) struct Route {
     pub(crate) id: SandboxId,
-    pub(crate) project: ProjectId,
     pub(crate) access_token: Option<Token>,
     pub(crate) traffic_token: Option<Token>,
     pub(crate) mask_request_host: Option<String>,
+    /// Whether traffic to its ports wakes it.
+    pub(crate) wake_on_traffic: bool,
 }
 
 /// A secret that is not printed.
@@ -74,7 +91,13 @@ impl Shared {
             store,
             node,
             tasks: TaskTracker::new(),
+            closing: CancellationToken::new(),
             stop: CancellationToken::new(),
+            callers: Callers::default(),
+            queue: Queue::default(),
+            pauses: Pauses::default(),
+            wakes: Wakes::default(),
+            followers: Arc::new(Semaphore::new(MAX_FOLLOWERS)),
             routes: Mutex::default(),
             creating: Mutex::default(),
             templates: Mutex::default(),
@@ -89,7 +112,7 @@ impl Shared {
         let Some(row) = self.store.sandbox(id).await? else {
             return Ok(None);
         };
-        if row.state == space_api::lifecycle::SandboxState::Ended {
+        if row.state == SandboxState::Ended {
             return Ok(None);
         }
         Ok(Some(self.learn_route(&row)))
@@ -100,10 +123,10 @@ impl Shared {
         let sandbox = &row.sandbox;
         let route = Arc::new(Route {
             id: sandbox.id.clone(),
-            project: sandbox.project.clone(),
             access_token: sandbox.access_token.clone().map(Token),
             traffic_token: sandbox.traffic_token.clone().map(Token),
             mask_request_host: sandbox.mask_request_host.clone(),
+            wake_on_traffic: sandbox.wake_on_traffic,
         });
         let mut routes = lock(&self.routes);
         if routes.len() >= MAX_ROUTES {
@@ -130,10 +153,25 @@ impl Shared {
             ended_at: record.ended_at,
             cpu_micros: Some(record.cpu_micros),
         };
-        let recorded = self.store.end(&record.id, &end, false).await?;
-        self.forget_route(&record.id);
+        let recorded = self.end(&record.id, &end, false).await?;
         if recorded {
             tracing::info!(sandbox = %record.id, cause = ?record.cause, "sandbox ended");
+        }
+        Ok(recorded)
+    }
+
+    /// Records an end, with everything that follows from it: all ends go through here.
+    pub(crate) async fn end(
+        &self,
+        id: &SandboxId,
+        end: &End,
+        release_claim: bool,
+    ) -> Result<bool, StoreError> {
+        let recorded = self.store.end(id, end, release_claim).await?;
+        self.forget_route(id);
+        self.pauses.forget(id);
+        if recorded {
+            self.queue.freed();
         }
         Ok(recorded)
     }
@@ -169,6 +207,6 @@ pub(crate) fn begin_create(app: &App, id: &SandboxId) -> CreateInFlight {
 }
 
 /// Locks data that is whole at every point, so that another thread's panic does not matter.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,10 +1,13 @@
 //! Makes the store and the node agree.
 //!
 //! What the store says lives and the node does not know has ended: from the node's journal it learns why, and where that does not
-//! say, the platform was restarted under it. What the node runs and the store does not know, or knows as ended, is deleted.
+//! say, the platform was restarted under it. What the node runs and the store does not know, or knows as ended, is deleted. What both
+//! know is as the node says: running or paused, and until when; so sandboxes that a node has adopted live on.
 //! Runs at start-up before anything is served, on every event, and every [`Limits::reconcile`](crate::Limits::reconcile).
+//!
+//! It also does what no request should wait for: writing the store through to the disk, and its upkeep.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use jiff::{SignedDuration, Timestamp};
 use space_api::{
@@ -12,11 +15,14 @@ use space_api::{
     lifecycle::{EndCause, SandboxState},
 };
 use space_node::{EndRecord, NodeError, SandboxEvent, SandboxStatus};
-use space_store::{End, Ready, SandboxRow, StoreError};
+use space_store::{End, NodeCapacity, Ready, SandboxRow, StoreError};
 use tokio::sync::broadcast::{Receiver, error::RecvError};
 use tokio_util::sync::CancellationToken;
 
-use crate::{app::App, error::chain};
+use crate::{app::App, error::chain, transitions};
+
+/// How long after a change of the store it is on the disk: what a loss of power may take away of the records.
+const FLUSH_EVERY: Duration = Duration::from_secs(1);
 
 /// Why the two could not be compared.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +37,11 @@ pub(crate) enum ReconcileError {
 
 /// Settles what an earlier run of the platform has left open.
 pub(crate) async fn start_up(app: &App) -> Result<(), ReconcileError> {
+    for row in app.store.live().await? {
+        if row.state == SandboxState::Paused {
+            app.pauses.learn(&row.sandbox.id);
+        }
+    }
     reconcile(app).await?;
     for row in app.store.live().await? {
         app.learn_route(&row);
@@ -47,35 +58,67 @@ pub(crate) async fn run(app: App, mut events: Receiver<SandboxEvent>, stop: Canc
     let mut tick = tokio::time::interval(app.config.limits.reconcile);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     tick.tick().await;
+    let mut flush = tokio::time::interval(FLUSH_EVERY);
+    flush.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut changes = app.store.changes();
     loop {
         let compare = tokio::select! {
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => break,
             _ = tick.tick() => true,
+            _ = flush.tick() => { write_through(&app, &mut changes).await; false }
             event = events.recv() => match event {
                 Ok(event) => { observe(&app, event).await; false }
                 Err(RecvError::Lagged(missed)) => { tracing::warn!(missed, "node events were missed"); true }
-                Err(RecvError::Closed) => return,
+                Err(RecvError::Closed) => break,
             },
         };
         if compare && let Err(error) = reconcile(&app).await {
             tracing::error!(error = %chain(&error), "reconciliation failed; it is tried again");
         }
     }
+    write_through(&app, &mut changes).await;
+}
+
+async fn write_through(app: &App, changes: &mut tokio::sync::watch::Receiver<u64>) {
+    if !changes.has_changed().unwrap_or(false) {
+        return;
+    }
+    changes.mark_unchanged();
+    if let Err(error) = app.store.flush().await {
+        changes.mark_changed();
+        tracing::error!(error = %chain(&error), "the store was not written through; it is tried again");
+    }
 }
 
 async fn observe(app: &App, event: SandboxEvent) {
     let outcome = match event {
         // The create that waits for it marks it as running; without one, reconciliation does.
-        SandboxEvent::Ready(_) | SandboxEvent::Changed(_) => Ok(false),
-        SandboxEvent::Ended(record) => app.record_end(&record).await,
+        SandboxEvent::Ready(_) => Ok(()),
+        SandboxEvent::Changed(status) => transitions::follow(app, &status.id).await,
+        SandboxEvent::Ended(record) => app.record_end(&record).await.map(drop),
     };
     if let Err(error) = outcome {
-        tracing::error!(error = %chain(&error), "an end was not recorded; reconciliation will");
+        tracing::error!(error = %chain(&error), "what the node told was not recorded; reconciliation will");
     }
+}
+
+/// Writes down what the node has room for.
+async fn register_node(app: &App) -> Result<(), StoreError> {
+    let info = app.node.info().await;
+    let node = NodeCapacity {
+        name: app.config.node_name.clone(),
+        max_sandboxes: u64::try_from(info.capacity).unwrap_or(u64::MAX),
+        // Its memory the node measures itself, for paused and shared pages do not count as a sum of sizes would.
+        max_memory_mib: None,
+    };
+    app.store.register_node(&node).await?;
+    app.queue.freed();
+    Ok(())
 }
 
 /// Compares once.
 pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
+    register_node(app).await?;
     // The store is read first: what is made after that is in neither list of things to end.
     let rows = app.store.live().await?;
     let alive: HashMap<SandboxId, SandboxStatus> = app
@@ -97,9 +140,12 @@ pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
         if row.state == SandboxState::Creating
             && !app.is_creating(&row.sandbox.id)
             && let Some(status) = alive.get(&row.sandbox.id)
-            && status.state == SandboxState::Running
+            && is_up(status.state)
         {
             mark_running(app, status).await?;
+        }
+        if let Some(status) = alive.get(&row.sandbox.id) {
+            agree(app, row, status).await?;
         }
     }
     for status in alive.values() {
@@ -116,6 +162,31 @@ pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
     let oldest = SignedDuration::try_from(app.config.limits.record_lifetime).unwrap_or(SignedDuration::MAX);
     if let Ok(before) = Timestamp::now().checked_sub(oldest) {
         app.store.prune(before).await?;
+    }
+    app.store.maintain().await?;
+    Ok(())
+}
+
+/// Whether its create is over.
+fn is_up(state: SandboxState) -> bool {
+    matches!(
+        state,
+        SandboxState::Running | SandboxState::Pausing | SandboxState::Paused | SandboxState::Resuming
+    )
+}
+
+/// State and deadline, as the node has them: it is the one that keeps both.
+async fn agree(app: &App, row: &SandboxRow, status: &SandboxStatus) -> Result<(), StoreError> {
+    if !is_up(status.state) || app.is_creating(&status.id) {
+        return Ok(());
+    }
+    transitions::follow(app, &status.id).await?;
+    if row.sandbox.deadline == status.deadline {
+        return Ok(());
+    }
+    // Read anew: a call may have moved it since the list was made.
+    if let Ok(status) = app.node.status(&status.id).await {
+        app.store.set_deadline(&status.id, status.deadline).await?;
     }
     Ok(())
 }
@@ -146,10 +217,9 @@ async fn end_missing(app: &App, missing: &[&SandboxRow]) -> Result<(), Reconcile
             ended_at: record.map_or_else(Timestamp::now, |record| record.ended_at),
             cpu_micros: record.map(|record| record.cpu_micros),
         };
-        if app.store.end(id, &end, false).await? {
+        if app.end(id, &end, false).await? {
             tracing::info!(sandbox = %id, cause = ?end.cause, "sandbox was gone");
         }
-        app.forget_route(id);
     }
     Ok(())
 }

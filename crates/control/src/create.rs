@@ -1,16 +1,22 @@
 //! Making a sandbox: the one operation whose order matters.
 //!
 //! 1. Refuse what this version cannot honour.
-//! 2. Reserve: quotas, idempotency key and the row `creating`, in one transaction.
-//! 3. Start the machine on the node, and meanwhile write the reservation through to the disk.
+//! 2. Reserve: quotas, the node's room, idempotency key and the row `creating`, in one transaction. Where there is no room and
+//!    the request says that it would wait, it waits in the [queue](crate::queue) and this is tried again.
+//! 3. Start the machine on the node, which journals it durably before it answers.
 //! 4. Mark it `running` (idempotency key `done`), answer.
 //!
-//! Whatever fails after 2 ends the row with a cause, frees the idempotency key and leaves nothing on the node. The whole is a
-//! task of its own: a client that goes away does not stop it half-way. A kill at any point leaves a row `creating`,
-//! which the controller settles.
+//! The rows of 2 and 4 are written so that they survive the end of any process, not a loss of power; the controller writes them
+//! through within a moment. The wait for the disk that a create has is thus one, the node's: what a loss of power can take from the
+//! store is the record of machines that it has ended as well, and no machine is in nobody's books while it lives.
+//!
+//! Whatever fails after 2 ends the row with a cause, frees the idempotency key and leaves nothing on the node. From 2 on it is
+//! a task of its own: a client that goes away does not stop it half-way, but one that waits for room leaves the queue. A
+//! kill at any point leaves a row `creating`, which the controller settles.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use sha2::{Digest as _, Sha256};
 use space_api::{
@@ -18,31 +24,52 @@ use space_api::{
     error::ErrorCode,
     id::SandboxId,
     key::{hex, random_token},
-    lifecycle::EndCause,
+    lifecycle::{EndCause, SandboxState},
     size::SizeClass,
 };
 use space_node::{CreateSandbox, NodeError, SandboxStatus, TemplateInfo};
-use space_store::{Claim, End, NewSandbox, Prior, Project, Quota, Ready, Reservation, SandboxRow};
+use space_store::{Claim, End, NewSandbox, Prior, Project, Ready, Reservation, SandboxRow};
 use tracing::Instrument as _;
 
 use crate::{
     app::{App, begin_create},
+    create::room::{NoRoom, Waiting},
     error::ApiError,
+    queue::Place,
 };
-use http::StatusCode;
 
 pub(crate) mod check;
+mod room;
 
 /// Creates that took longer than this get their full time again from the moment they are ready.
-const SLOW_CREATE: std::time::Duration = std::time::Duration::from_secs(1);
+const SLOW_CREATE: Duration = Duration::from_secs(1);
 
-/// Which of E2B's two create calls was made.
+/// Which of the create calls was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Version {
-    /// `secure` may be `false`.
+    /// E2B's first: `secure` may be `false`.
     V1,
-    /// Always secured.
+    /// E2B's second: always secured.
     V2,
+    /// Our own: always secured.
+    Own,
+}
+
+/// A create that has been checked and may be tried, several times if need be.
+#[derive(Debug, Clone)]
+struct Plan {
+    new: NewSandbox,
+    /// As asked for or as the template has it; `None` leaves it to the node.
+    size: Option<SizeClass>,
+    timeout: u64,
+    environment: std::collections::BTreeMap<String, String>,
+    claim: Option<Claim>,
+}
+
+/// How one try went.
+enum Tried {
+    Made(Box<SandboxRow>),
+    NoRoom(NoRoom),
 }
 
 /// Makes a sandbox, or answers an earlier request with the same idempotency key again.
@@ -50,32 +77,51 @@ pub(crate) async fn create(
     app: &App,
     project: &Project,
     version: Version,
-    body: Body,
+    mut body: Body,
     idempotency_key: Option<String>,
 ) -> Result<SandboxRow, ApiError> {
     check::fields(&body, project)?;
-    let app = app.clone();
-    let project = project.clone();
-    let span = tracing::info_span!("create", sandbox = tracing::field::Empty, template = %body.template_id);
-    let owner = app.tasks.clone();
-    let task = owner
-        .spawn(async move { run(&app, &project, version, body, idempotency_key).await }.instrument(span));
-    task.await.map_err(|error| ApiError::internal(&error))?
+    let mut waiting = Waiting::new(app, &project.id, body.queue.take());
+    let mut place = waiting.before_the_first_try()?;
+    let began = Instant::now();
+    let mut plan = plan(app, project, version, body, idempotency_key).await?;
+    loop {
+        if let Some(place) = &place {
+            waiting.turn(place).await?;
+            plan.begin_again();
+        }
+        let task_app = app.clone();
+        let task_plan = plan.clone();
+        let span = tracing::info_span!("create", sandbox = %plan.new.id, template = %plan.new.template);
+        let task = async move { attempt(&task_app, task_plan, place, began).await };
+        let tried = app
+            .tasks
+            .spawn(task.instrument(span))
+            .await
+            .map_err(|error| ApiError::internal(&error))??;
+        match tried {
+            Tried::Made(row) => return Ok(*row),
+            Tried::NoRoom(refusal) => place = Some(waiting.after(refusal).await?),
+        }
+    }
 }
 
-async fn run(
+async fn plan(
     app: &App,
     project: &Project,
     version: Version,
     body: Body,
     idempotency_key: Option<String>,
-) -> Result<SandboxRow, ApiError> {
-    let began = Instant::now();
+) -> Result<Plan, ApiError> {
     let now = Timestamp::now();
-    let request_hash = request_hash(version, &body);
+    let claim = idempotency_key.map(|key| Claim {
+        key,
+        request_hash: request_hash(version, &body),
+        now,
+    });
     let size = size(app, &body).await?;
     let timeout = body.timeout.unwrap_or(DEFAULT_TIMEOUT_SECONDS);
-    let secured = version == Version::V2 || body.secure.unwrap_or(true);
+    let secured = version != Version::V1 || body.secure.unwrap_or(true);
     let network = body.network.unwrap_or_default();
     let public = network.allow_public_traffic.unwrap_or(true);
     let new = NewSandbox {
@@ -84,59 +130,106 @@ async fn run(
         template: body.template_id,
         size: size.unwrap_or(SizeClass::DEFAULT),
         generation: 1,
+        node: app.config.node_name.clone(),
         metadata: body.metadata.unwrap_or_default(),
+        labels: body.labels.unwrap_or_default(),
         access_token: secured.then(random_token),
         traffic_token: (!public).then(random_token),
         mask_request_host: network.mask_request_host,
+        wake_on_traffic: body.auto_resume.is_some_and(|resume| resume.enabled),
+        on_idle: body.on_idle,
         started_at: now,
         deadline: after(now, timeout),
     };
-    tracing::Span::current().record("sandbox", tracing::field::display(&new.id));
+    Ok(Plan {
+        new,
+        size,
+        timeout,
+        environment: body.env_vars.unwrap_or_default(),
+        claim,
+    })
+}
 
-    let claim = idempotency_key.map(|key| Claim {
-        key,
-        request_hash,
-        now,
-    });
+impl Plan {
+    /// Under a new id, because the old one may have an end already, and with its full time.
+    fn begin_again(&mut self) {
+        let now = Timestamp::now();
+        self.new.id = SandboxId::random();
+        self.new.started_at = now;
+        self.new.deadline = after(now, self.timeout);
+        if let Some(claim) = &mut self.claim {
+            claim.now = now;
+        }
+    }
+}
+
+/// Reserves and makes it, or says why there is no room.
+async fn attempt(app: &App, plan: Plan, place: Option<Place>, began: Instant) -> Result<Tried, ApiError> {
+    let Plan {
+        new,
+        size,
+        timeout,
+        environment,
+        claim,
+    } = plan;
     let _in_flight = begin_create(app, &new.id);
     match app.store.reserve(&new, claim.as_ref()).await? {
         Reservation::Reserved => {}
-        Reservation::QuotaExceeded { quota, limit } => return Err(quota_error(quota, limit)),
-        Reservation::Used(prior) => return answer_again(prior),
+        Reservation::QuotaExceeded { quota, limit } => {
+            return Ok(Tried::NoRoom(NoRoom::quota(quota, limit, place)));
+        }
+        Reservation::NodeFull { room, limit } => {
+            return Ok(Tried::NoRoom(NoRoom::node_full(room, limit, place)));
+        }
+        Reservation::Used(prior) => return answer_again(prior).map(|row| Tried::Made(Box::new(row))),
     }
+    let ticket = place.as_ref().map(Place::ticket);
+    // The next one may try while this one's machine is made, unless the node has shown that it is fuller than the store knows.
+    let place = place.filter(|_| app.queue.is_cautious());
     let reserved = began.elapsed();
 
     let request = CreateSandbox {
         id: new.id.clone(),
-        project: project.id.clone(),
+        project: new.project.clone(),
         template: new.template.clone(),
         size,
         generation: new.generation,
-        environment: body.env_vars.unwrap_or_default(),
+        environment,
         deadline: new.deadline,
-        on_idle: None,
+        on_idle: new.on_idle,
     };
-    let (made, flushed) = tokio::join!(app.node.create(request), app.store.flush());
-    let status = match made {
+    let status = match app.node.create(request).await {
         Ok(status) => status,
         Err(error) => {
-            undo(app, &new, &error.to_string()).await;
-            return Err(error.into());
+            let NodeError::NoCapacity { retry_after_ms, .. } = &error else {
+                undo(app, &new, &error.to_string(), Room::Freed).await;
+                return Err(error.into());
+            };
+            let after = Duration::from_millis(*retry_after_ms);
+            let hold = app.queue.hold();
+            undo(app, &new, &error.to_string(), Room::AsBefore).await;
+            drop(place);
+            return Ok(Tried::NoRoom(NoRoom::by_node(error.into(), after, ticket, hold)));
         }
     };
-    if let Err(error) = flushed {
-        undo(app, &new, "its record could not be made durable").await;
-        return Err(error.into());
-    }
+    app.queue.made();
+    drop(place);
     let started = began.elapsed();
-    let row = finish(app, new, timeout, status, started > SLOW_CREATE).await?;
+    let row = finish(
+        app,
+        new,
+        timeout,
+        status,
+        started.saturating_sub(reserved) > SLOW_CREATE,
+    )
+    .await?;
     tracing::info!(
         reserved_us = micros(reserved),
         node_us = micros(started.saturating_sub(reserved)),
         total_us = micros(began.elapsed()),
         "sandbox created"
     );
-    Ok(row)
+    Ok(Tried::Made(Box::new(row)))
 }
 
 /// Records that it runs.
@@ -156,7 +249,7 @@ async fn finish(
     let marked = match app.store.mark_running(&new.id, new.generation, &ready).await {
         Ok(marked) => marked,
         Err(error) => {
-            undo(app, &new, "its record could not be written").await;
+            undo(app, &new, "its record could not be written", Room::Freed).await;
             return Err(error.into());
         }
     };
@@ -174,7 +267,7 @@ async fn finish(
     new.size = status.size;
     let row = SandboxRow {
         sandbox: new,
-        state: space_api::lifecycle::SandboxState::Running,
+        state: SandboxState::Running,
         template_digest: status.template_digest,
         ended_at: None,
         end_cause: None,
@@ -185,8 +278,16 @@ async fn finish(
     Ok(row)
 }
 
+/// Whether what is undone leaves room for others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Room {
+    Freed,
+    /// The node never had any.
+    AsBefore,
+}
+
 /// Ends what a failed create has left, in the store and on the node.
-async fn undo(app: &App, new: &NewSandbox, why: &str) {
+async fn undo(app: &App, new: &NewSandbox, why: &str, room: Room) {
     match app.node.delete(&new.id).await {
         Ok(_) | Err(NodeError::NotFound { .. }) => {}
         Err(error) => {
@@ -201,7 +302,11 @@ async fn undo(app: &App, new: &NewSandbox, why: &str) {
         ended_at: Timestamp::now(),
         cpu_micros: None,
     };
-    if let Err(error) = app.store.end(&new.id, &end, true).await {
+    let ended = match room {
+        Room::Freed => app.end(&new.id, &end, true).await,
+        Room::AsBefore => app.store.end(&new.id, &end, true).await,
+    };
+    if let Err(error) = ended {
         tracing::error!(error = %crate::error::chain(&error), "the end of a failed create was not recorded");
     }
 }
@@ -246,15 +351,6 @@ fn answer_again(prior: Prior) -> Result<SandboxRow, ApiError> {
     }
 }
 
-fn quota_error(quota: Quota, limit: u64) -> ApiError {
-    let what = match quota {
-        Quota::Sandboxes => "concurrent sandboxes",
-        Quota::Vcpus => "vCPUs in use",
-        Quota::Memory => "MiB of memory in use",
-    };
-    ApiError::quota(what, limit)
-}
-
 /// What was asked for, or `None` for the template's own default. What is not named is the template's.
 async fn size(app: &App, body: &Body) -> Result<Option<SizeClass>, ApiError> {
     let default = app
@@ -288,7 +384,11 @@ pub(crate) fn names(template: &TemplateInfo, asked: &str) -> bool {
 
 fn request_hash(version: Version, body: &Body) -> String {
     let mut hasher = Sha256::new();
-    hasher.update(if version == Version::V1 { b"v1" } else { b"v2" });
+    hasher.update(match version {
+        Version::V1 => b"v1",
+        Version::V2 => b"v2",
+        Version::Own => b"us",
+    });
     // Maps are ordered, so equal requests have equal text.
     hasher.update(serde_json::to_vec(body).unwrap_or_default());
     hex(&hasher.finalize())

@@ -14,8 +14,6 @@ pub(crate) mod target;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
-
 use axum::{body::Body, response::Response};
 use http::Request;
 use space_api::e2b::ENVD_PORT;
@@ -25,6 +23,7 @@ use space_node::NodeError;
 use crate::{
     app::{App, Route},
     error::chain,
+    transitions::{self, NotWoken, Traffic},
 };
 use answers::Answer;
 use target::{Routing, Target};
@@ -87,16 +86,45 @@ async fn routed(app: &App, target: &Target, request: Request<Body>) -> Result<Re
     }
 }
 
-/// Where a suspended sandbox will be woken before its traffic goes on, once its token has been checked.
-///
-/// In this version no sandbox is suspended, so that there is nothing to do.
-fn awake(route: &Arc<Route>) -> std::future::Ready<Result<(), Answer>> {
-    tracing::trace!(sandbox = %route.id, project = %route.project, "awake");
-    std::future::ready(Ok(()))
+/// How often one request wakes a sandbox that is paused again before it gets through.
+const WAKES: u32 = 3;
+
+/// To be called with a refusal of the node: wakes the sandbox if it is paused and this traffic may do that, after which the node is to be asked
+/// again. Every other refusal is an answer. `woken` counts for one request.
+async fn awake(
+    app: &App,
+    route: &Route,
+    traffic: Traffic,
+    woken: &mut u32,
+    refusal: NodeError,
+) -> Result<(), Answer> {
+    if !transitions::is_asleep(&refusal) || *woken >= WAKES {
+        return Err(node_answer(app, route, &refusal));
+    }
+    *woken += 1;
+    transitions::wake(app, route, traffic)
+        .await
+        .map_err(|not| not_woken(app, route, traffic, not))
+}
+
+fn not_woken(app: &App, route: &Route, traffic: Traffic, not: NotWoken) -> Answer {
+    let id = route.id.clone();
+    match not {
+        NotWoken::NotByThis | NotWoken::TooOften => Answer::Paused {
+            id,
+            health: traffic == Traffic::HealthCheck,
+            again: matches!(not, NotWoken::TooOften),
+        },
+        NotWoken::Slow => Answer::Transitioning {
+            id,
+            state: SandboxState::Resuming,
+        },
+        NotWoken::Failed(error) => node_answer(app, route, &error),
+    }
 }
 
 /// What the client is told of the node's refusal.
-fn node_answer(app: &App, route: &Route, error: NodeError) -> Answer {
+fn node_answer(app: &App, route: &Route, error: &NodeError) -> Answer {
     let id = route.id.clone();
     match error {
         NodeError::NotFound { .. } => {
@@ -109,8 +137,20 @@ fn node_answer(app: &App, route: &Route, error: NodeError) -> Answer {
             state: SandboxState::Stopping | SandboxState::Ended,
             ..
         } => Answer::NotFound { id: id.to_string() },
-        NodeError::Transitioning { state, .. } => Answer::Transitioning { id, state },
-        NodeError::GuestUnresponsive { what, .. } => Answer::Unresponsive { id, what },
+        NodeError::Transitioning { state, .. } => Answer::Transitioning { id, state: *state },
+        NodeError::Paused { .. } => Answer::Paused {
+            id,
+            health: false,
+            again: true,
+        },
+        NodeError::TransitionFailed { what, .. } => Answer::Broken {
+            id,
+            what: what.clone(),
+        },
+        NodeError::GuestUnresponsive { what, .. } => Answer::Unresponsive {
+            id,
+            what: what.clone(),
+        },
         NodeError::ShuttingDown => Answer::ShuttingDown { id },
         other => Answer::Failed {
             id,

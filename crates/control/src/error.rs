@@ -15,8 +15,10 @@ use space_api::{
 use space_node::NodeError;
 use space_store::StoreError;
 
-/// Seconds after which a refusal for want of room may be tried again.
-const RETRY_AFTER_SECONDS: u32 = 1;
+/// Seconds after which a refusal may be tried again, if nobody knows better.
+const RETRY_AFTER: u64 = 1;
+/// Most seconds that anybody is told to wait.
+const MAX_RETRY_AFTER: u64 = 60;
 
 /// A refused API request.
 #[derive(Debug)]
@@ -25,6 +27,8 @@ pub(crate) struct ApiError {
     pub(crate) body: Box<ErrorBody>,
     /// Whether SDKs should repeat the request by themselves; `None` leaves it to their own rules.
     retry: Option<bool>,
+    /// Seconds until then.
+    after: u64,
 }
 
 impl ApiError {
@@ -38,6 +42,7 @@ impl ApiError {
                 hint: None,
             }),
             retry: None,
+            after: RETRY_AFTER,
         }
     }
 
@@ -48,6 +53,12 @@ impl ApiError {
 
     fn retry(mut self, retry: bool) -> Self {
         self.retry = Some(retry);
+        self
+    }
+
+    /// Says when, rounded up to seconds.
+    fn after(mut self, milliseconds: u64) -> Self {
+        self.after = milliseconds.div_ceil(1000).clamp(RETRY_AFTER, MAX_RETRY_AFTER);
         self
     }
 
@@ -89,6 +100,46 @@ impl ApiError {
         .retry(true)
     }
 
+    /// The installation has no room, now.
+    pub(crate) fn no_room(message: String, retry_after_ms: Option<u64>) -> Self {
+        Self::new(
+            StatusCode::TOO_MANY_REQUESTS,
+            ErrorCode::SandboxCapacityUnavailable,
+            message,
+        )
+        .hint("try again when other sandboxes have ended, or wait for it: queue.timeout_seconds in the body or X-Queue-Timeout")
+        .retry(true)
+        .after(retry_after_ms.unwrap_or_default())
+    }
+
+    pub(crate) fn too_many(what: impl Into<String>) -> Self {
+        Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorCode::TooManyRequests, what).retry(true)
+    }
+
+    pub(crate) fn forbidden(what: &str) -> Self {
+        Self::new(
+            StatusCode::FORBIDDEN,
+            ErrorCode::Forbidden,
+            format!("only an admin key may {what}"),
+        )
+        .hint("`space up` keeps one in its data directory; GET /v1/keys shows each key's role")
+    }
+
+    pub(crate) fn shutting_down() -> Self {
+        NodeError::ShuttingDown.into()
+    }
+
+    pub(crate) fn paused(id: &SandboxId) -> Self {
+        Self::new(
+            StatusCode::CONFLICT,
+            ErrorCode::SandboxPaused,
+            format!("sandbox {id} is paused"),
+        )
+        .hint(format!(
+            "POST /v1/sandboxes/{id}/resume lets it run on, and so does connect"
+        ))
+    }
+
     pub(crate) fn internal(error: &dyn Error) -> Self {
         tracing::error!(error = %chain(error), "request failed");
         Self::new(
@@ -116,17 +167,17 @@ impl From<NodeError> for ApiError {
                 id,
                 state: SandboxState::Stopping | SandboxState::Ended,
             } => Self::sandbox_not_found(&id),
-            NodeError::Transitioning { .. } | NodeError::Paused { .. } | NodeError::TransitionFailed { .. } => {
-                Self::transitioning(message)
-            }
-            NodeError::TemplateNotFound { name } => template_not_found(&name),
-            NodeError::NoCapacity { .. } => Self::new(
+            NodeError::Transitioning { .. } => Self::transitioning(message),
+            NodeError::Paused { id } => Self::paused(&id),
+            NodeError::TransitionFailed { .. } => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,
-                ErrorCode::SandboxCapacityUnavailable,
+                ErrorCode::SandboxTransitionFailed,
                 message,
             )
-            .hint("try again when other sandboxes have ended")
+            .hint("it is as it was before; try again")
             .retry(true),
+            NodeError::TemplateNotFound { name } => template_not_found(&name),
+            NodeError::NoCapacity { retry_after_ms, .. } => Self::no_room(message, Some(retry_after_ms)),
             NodeError::VmmUnavailable { .. } => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 ErrorCode::SandboxNoCompatibleNode,
@@ -176,7 +227,7 @@ impl IntoResponse for ApiError {
             if retry {
                 response
                     .headers_mut()
-                    .insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
+                    .insert(header::RETRY_AFTER, HeaderValue::from(self.after));
             }
         }
         response

@@ -7,19 +7,23 @@
 //!  Node::events ──► controller ──► Store ◄────────────┘
 //! ```
 //!
-//! Start reading at [`Control`], then `create.rs` (the one operation with order in it), then `edge.rs`.
+//! Start reading at [`Control`], then `create.rs` (the one operation with order in it), `queue.rs` (what waits for room),
+//! `transitions.rs` (pausing, resuming, waking), then `edge.rs`.
 
 #![forbid(unsafe_code)]
 
 mod api;
 mod app;
+mod callers;
 mod config;
 mod controller;
 mod create;
 mod edge;
 mod error;
 mod openapi;
+mod queue;
 mod server;
+mod transitions;
 
 pub use config::{ControlConfig, Limits};
 pub use openapi::document as openapi_document;

@@ -1,7 +1,7 @@
 //! The API's description, generated from its handlers.
 
 use utoipa::openapi::{
-    Info, OpenApi, OpenApiBuilder,
+    Deprecated, Info, OpenApi, OpenApiBuilder,
     security::{ApiKey, ApiKeyValue, SecurityScheme},
 };
 
@@ -19,6 +19,15 @@ pub fn document() -> OpenApi {
         })
         .build();
     document.info = frame.info;
+    for (older, newer) in crate::api::OLDER_PATHS {
+        let paths = &mut document.paths.paths;
+        let Some(mut call) = paths.get(newer).and_then(|item| item.post.clone()) else {
+            continue;
+        };
+        call.deprecated = Some(Deprecated::True);
+        call.operation_id = call.operation_id.map(|id| format!("{id}_v1"));
+        paths.entry(older.to_owned()).or_default().post = Some(call);
+    }
     let components = document.components.get_or_insert_with(Default::default);
     components.security_schemes.insert(
         "key".to_owned(),

@@ -1,6 +1,6 @@
 //! The server: one port, HTTP/1.1 and HTTP/2 without TLS, for API and edge.
 //!
-//! Shutdown, in order: stop accepting; tell every connection to finish; wait for them up to [`Limits::drain`](crate::Limits::drain);
+//! Shutdown, in order: stop accepting; end event streams and those who wait for room; tell every connection to finish; wait for them up to [`Limits::drain`](crate::Limits::drain);
 //! end what is left, upgraded connections among it; wait for creates under way, which must not be cut in half; stop the
 //! controller. The node and the store are shut down by whoever owns them, after this.
 
@@ -108,6 +108,7 @@ impl Control {
         self.accept(&listener, &connections, &shutdown, &abandon).await;
         drop(listener);
 
+        self.app.closing.cancel();
         let drain = self.app.config.limits.drain;
         connections.close();
         if tokio::time::timeout(drain, connections.wait()).await.is_err() {

@@ -174,7 +174,7 @@ fn a_sandbox_lives_from_create_to_inspect_after_its_end() {
     );
     let value = platform.json(&["sandbox", "inspect", &id]);
     assert_eq!(
-        (&value["state"], &value["metadata"]["who"]),
+        (&value["state"], &value["labels"]["who"]),
         (&"running".into(), &"me".into())
     );
 

@@ -32,6 +32,18 @@ pub enum StoreError {
         #[source]
         source: sqlx::Error,
     },
+    /// What was written could not be made to survive a loss of power.
+    #[error("the metadata store {path} could not be written through to the disk")]
+    Flush {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Sandboxes came and went so quickly that a reservation was neither possible nor to be refused.
+    #[error("there was room for a sandbox, and each time it was gone again")]
+    Unsettled,
     /// A row holds something that this version cannot read.
     #[error("the metadata store holds an unreadable {column}")]
     Corrupt {

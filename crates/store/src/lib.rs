@@ -1,14 +1,14 @@
 //! The metadata store: what should be. Nodes say what is; the controller makes them agree.
 //!
-//! [`Store`] is the seam; [`sqlite::SqliteStore`] is its first implementation. The suite in `tests/contract.rs` is
+//! [`Store`] is the seam; [`sqlite::SqliteStore`] is its first implementation. The suite in `tests/contract` is
 //! written against the trait, so that the next implementation joins by adding one constructor to it.
 //!
 //! Who may change a sandbox's state:
 //!
 //! ```text
-//!  reserve ──► creating ──mark_running──► running
-//!                  │                         │
-//!                  └────────── end ──────────┴──► ended      (the first end wins, later ones change nothing)
+//!  reserve ──► creating ──mark_running──► running ◄──set_paused──► paused
+//!                  │                         │                       │
+//!                  └────────── end ──────────┴───────────────────────┴──► ended   (the first end wins)
 //! ```
 
 pub mod error;
@@ -20,13 +20,15 @@ use jiff::Timestamp;
 use space_api::{
     id::{KeyId, ProjectId, SandboxId},
     key::ApiKey,
-    rest::{KeyRecord, ProjectUsage, Quotas},
+    rest::{KeyRecord, KeyRole, ProjectUsage, Quotas},
 };
+use tokio::sync::watch;
 
 pub use error::StoreError;
 pub use model::{
-    Bootstrap, Claim, Cursor, End, Event, IDEMPOTENCY_LIFETIME, ListFilter, Listed, NewSandbox, Principal,
-    Prior, Project, Quota, Ready, Reservation, SandboxRow, SortOrder,
+    Bootstrap, Claim, Cursor, Edit, End, Event, EventsOf, IDEMPOTENCY_LIFETIME, ListFilter, Listed,
+    NewSandbox, NodeCapacity, Principal, Prior, Project, Quota, Ready, Reservation, Room, SandboxRow,
+    SortOrder,
 };
 pub use sqlite::SqliteStore;
 
@@ -49,7 +51,12 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     async fn usage(&self, project: &ProjectId) -> Result<ProjectUsage, StoreError>;
 
     /// Makes a key; the only time its secret is seen.
-    async fn create_key(&self, project: &ProjectId, name: &str) -> Result<(KeyRecord, ApiKey), StoreError>;
+    async fn create_key(
+        &self,
+        project: &ProjectId,
+        name: &str,
+        role: KeyRole,
+    ) -> Result<(KeyRecord, ApiKey), StoreError>;
 
     /// Keys of a project, oldest first, revoked ones too.
     async fn keys(&self, project: &ProjectId) -> Result<Vec<KeyRecord>, StoreError>;
@@ -60,7 +67,11 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Who holds this key; `None` if nobody does or it was revoked.
     async fn authenticate(&self, key: &ApiKey) -> Result<Option<Principal>, StoreError>;
 
-    /// Checks quotas and the idempotency key and writes the sandbox as `creating`, all or nothing.
+    /// Writes down what a node has room for, anew if it is known already.
+    async fn register_node(&self, node: &NodeCapacity) -> Result<(), StoreError>;
+
+    /// Checks quotas, the node's room and the idempotency key and writes the sandbox as `creating`, all or nothing. A
+    /// node that was never registered has no bounds.
     async fn reserve(&self, sandbox: &NewSandbox, claim: Option<&Claim>) -> Result<Reservation, StoreError>;
 
     /// Makes everything written so far survive a loss of power. Concurrent calls share one disk write.
@@ -68,6 +79,24 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// `creating` to `running`; `false` if it has ended meanwhile.
     async fn mark_running(&self, id: &SandboxId, generation: u64, ready: &Ready) -> Result<bool, StoreError>;
+
+    /// `running` to `paused`, or back; `false` if it is neither, is so already, or there is no such life. `why` goes into the
+    /// event.
+    async fn set_paused(
+        &self,
+        id: &SandboxId,
+        generation: u64,
+        paused: bool,
+        why: &str,
+    ) -> Result<bool, StoreError>;
+
+    /// Changes what is written on a sandbox, live or ended; `None` if there is no such sandbox in the project.
+    async fn edit(
+        &self,
+        project: &ProjectId,
+        id: &SandboxId,
+        edit: &Edit,
+    ) -> Result<Option<SandboxRow>, StoreError>;
 
     /// Records an end; `false` if it had ended before or there is no such life. `release_claim` frees the idempotency key of
     /// a create that was undone, so that the client may try again.
@@ -85,12 +114,21 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// All that have not ended, of all projects.
     async fn live(&self) -> Result<Vec<SandboxRow>, StoreError>;
 
-    /// What happened to a sandbox, oldest first, at most 1000.
-    async fn events(&self, id: &SandboxId) -> Result<Vec<Event>, StoreError>;
+    /// Events with ids above `after`, oldest first, at most `limit`.
+    async fn events(&self, of: EventsOf<'_>, after: u64, limit: u32) -> Result<Vec<Event>, StoreError>;
+
+    /// The id of the newest event; 0 if there is none.
+    async fn last_event(&self) -> Result<u64, StoreError>;
+
+    /// Changes with every event that is written from now on: what those who follow them wait for.
+    fn changes(&self) -> watch::Receiver<u64>;
 
     /// Settles claims that an earlier run of the platform left open: `done` where the sandbox runs, `unknown` elsewhere.
     async fn settle_claims(&self) -> Result<u64, StoreError>;
 
     /// Forgets sandboxes that ended before `ended_before`, with their events, and claims that have expired.
     async fn prune(&self, ended_before: Timestamp) -> Result<u64, StoreError>;
+
+    /// Upkeep that would otherwise fall to some write: called now and then, beside everything else.
+    async fn maintain(&self) -> Result<(), StoreError>;
 }

@@ -6,8 +6,8 @@ use jiff::Timestamp;
 use space_api::{
     id::{KeyId, ProjectId, SandboxId},
     key::ApiKey,
-    lifecycle::{EndCause, SandboxState},
-    rest::Quotas,
+    lifecycle::{EndCause, IdlePolicy, SandboxState},
+    rest::{KeyRole, Quotas},
     size::SizeClass,
 };
 
@@ -32,6 +32,8 @@ pub struct Principal {
     pub project: Project,
     /// The key that was shown.
     pub key: KeyId,
+    /// What it may do.
+    pub role: KeyRole,
 }
 
 /// The outcome of [`Store::ensure_default_project_and_key`](crate::Store::ensure_default_project_and_key).
@@ -58,14 +60,22 @@ pub struct NewSandbox {
     pub size: SizeClass,
     /// 1 for a new id.
     pub generation: u64,
-    /// Its labels.
+    /// The node whose room it takes; see [`NodeCapacity::name`].
+    pub node: String,
+    /// What its owner wrote on it, as E2B's SDKs do.
     pub metadata: BTreeMap<String, String>,
+    /// What it is found by.
+    pub labels: BTreeMap<String, String>,
     /// What the daemon's services ask for; `None` if they ask for nothing.
     pub access_token: Option<String>,
     /// What its ports ask for; `None` if they are public.
     pub traffic_token: Option<String>,
     /// Host header that programs inside see.
     pub mask_request_host: Option<String>,
+    /// Whether traffic to its ports wakes it.
+    pub wake_on_traffic: bool,
+    /// What is done when it does no work for a while.
+    pub on_idle: Option<IdlePolicy>,
     /// When the create was accepted.
     pub started_at: Timestamp,
     /// When it will be ended.
@@ -140,8 +150,35 @@ pub enum Reservation {
         /// How much it may.
         limit: u64,
     },
+    /// Nothing written: the node has no more room.
+    NodeFull {
+        /// Of what.
+        room: Room,
+        /// How much it has.
+        limit: u64,
+    },
     /// Nothing written: the idempotency key was used before.
     Used(Prior),
+}
+
+/// What a node has room for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeCapacity {
+    /// Its name.
+    pub name: String,
+    /// Most sandboxes at once.
+    pub max_sandboxes: u64,
+    /// Most memory of them together in MiB, if it is bounded.
+    pub max_memory_mib: Option<u64>,
+}
+
+/// What a node has only so much of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// Places for sandboxes.
+    Sandboxes,
+    /// Memory of them in MiB.
+    Memory,
 }
 
 /// What a project has only so much of.
@@ -173,12 +210,16 @@ pub enum Prior {
 pub struct ListFilter {
     /// Any of these states.
     pub states: Vec<SandboxState>,
-    /// All of these labels.
+    /// All of this metadata.
     pub metadata: BTreeMap<String, String>,
+    /// All of these labels.
+    pub labels: BTreeMap<String, String>,
     /// This template: `name:tag`, bare name, or digest.
     pub template: Option<String>,
     /// Started at or after.
     pub started_after: Option<Timestamp>,
+    /// Started before.
+    pub started_before: Option<Timestamp>,
     /// By start time.
     pub order: SortOrder,
     /// Start after this one.
@@ -190,6 +231,21 @@ pub struct ListFilter {
 impl ListFilter {
     /// Most that one page holds.
     pub const MAX_LIMIT: u32 = 1000;
+
+    /// The newest in these states, as many as one page holds.
+    pub fn of_states(states: Vec<SandboxState>) -> Self {
+        Self {
+            states,
+            metadata: BTreeMap::new(),
+            labels: BTreeMap::new(),
+            template: None,
+            started_after: None,
+            started_before: None,
+            order: SortOrder::Descending,
+            cursor: None,
+            limit: Self::MAX_LIMIT,
+        }
+    }
 }
 
 /// The last entry of the page before.
@@ -220,15 +276,37 @@ pub struct Listed {
     pub next: Option<Cursor>,
 }
 
+/// A change of what is written on a sandbox: `None` takes the key away.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Edit {
+    /// Of its metadata.
+    pub metadata: BTreeMap<String, Option<String>>,
+    /// Of its labels.
+    pub labels: BTreeMap<String, Option<String>>,
+}
+
 /// Something that happened to a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
+    /// Grows with every event of the store.
+    pub id: u64,
+    /// To which.
+    pub sandbox: SandboxId,
     /// When.
     pub at: Timestamp,
-    /// `creating`, `running`, `deadline`, `ended`.
+    /// `creating`, `running`, `paused`, `resumed`, `ended`.
     pub kind: String,
     /// In words.
     pub detail: String,
+}
+
+/// Whose events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventsOf<'a> {
+    /// Of one sandbox, live or ended.
+    Sandbox(&'a SandboxId),
+    /// Of all sandboxes of a project.
+    Project(&'a ProjectId),
 }
 
 // The tokens must not reach a log by way of `Debug`.

@@ -1,16 +1,25 @@
 //! The store in one SQLite file: write-ahead log, one writing connection, several readers.
 //!
 //! Commits do not wait for the disk (`synchronous=NORMAL`: they survive the process, not a loss of power);
-//! [`Store::flush`] does, once for all who wait for it. A create reserves, starts its machine, and flushes meanwhile.
+//! [`Store::flush`] does, once for all who wait for it, by a sync of the log file beside the database: it takes no lock, so
+//! that nobody else waits for the disk.
+//!
+//! Each trip to a connection is two hops between threads. So what a create writes is one statement each time, and
+//! what belongs to it (events, idempotency keys) is done by triggers (`migrations/sqlite/0002_lifecycle.sql`).
 
 mod bootstrap;
 mod claims;
+mod events;
+mod lists;
 mod rows;
 mod sandboxes;
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -19,30 +28,38 @@ use jiff::Timestamp;
 use space_api::{
     id::{KeyId, ProjectId, SandboxId},
     key::ApiKey,
-    rest::{KeyRecord, ProjectUsage, Quotas},
+    rest::{KeyRecord, KeyRole, ProjectUsage, Quotas},
 };
 use sqlx::{
     Sqlite, SqlitePool, Transaction,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, watch};
 
 use crate::{
-    Bootstrap, Claim, End, Event, ListFilter, Listed, NewSandbox, Principal, Project, Ready, Reservation,
-    SandboxRow, Store, StoreError, error::Context as _,
+    Bootstrap, Claim, Edit, End, Event, EventsOf, ListFilter, Listed, NewSandbox, NodeCapacity, Principal,
+    Project, Ready, Reservation, SandboxRow, Store, StoreError, error::Context as _,
 };
 
 /// Connections for reading.
 const READERS: u32 = 4;
 /// How long a statement waits for a lock that another process holds, for example a backup.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pages in the log at which a commit folds it into the database file itself, with two waits for the disk; before that
+/// [`Store::maintain`] does it beside the commits.
+const LOG_PAGES: u32 = 8192;
+/// How often a reservation is tried again that was refused and then found to have room. It takes ends at the very moment.
+const RESERVE_TRIES: usize = 4;
 
 /// The store in one SQLite file.
 #[derive(Debug)]
 pub struct SqliteStore {
     path: PathBuf,
+    /// The write-ahead log, for nothing but syncing it.
+    log: Arc<fs_err::File>,
     writer: SqlitePool,
     readers: SqlitePool,
+    changes: watch::Sender<u64>,
     /// Counts callers of flush; a flush serves all who had asked when it began.
     flushes_asked: AtomicU64,
     flushes_served: Mutex<u64>,
@@ -67,7 +84,11 @@ impl SqliteStore {
             .test_before_acquire(false)
             .idle_timeout(None)
             .max_lifetime(None)
-            .connect_with(options.clone())
+            .connect_with(
+                options
+                    .clone()
+                    .pragma("wal_autocheckpoint", LOG_PAGES.to_string()),
+            )
             .await
             .map_err(|error| failed(Box::new(error)))?;
         sqlx::migrate!("migrations/sqlite")
@@ -85,10 +106,13 @@ impl SqliteStore {
             .connect_with(options.pragma("query_only", "on"))
             .await
             .map_err(|error| failed(Box::new(error)))?;
+        let log = open_log(path).map_err(|error| failed(Box::new(error)))?;
         Ok(Self {
             path: path.to_owned(),
+            log: Arc::new(log),
             writer,
             readers,
+            changes: watch::Sender::new(0),
             flushes_asked: AtomicU64::new(0),
             flushes_served: Mutex::new(0),
         })
@@ -113,19 +137,56 @@ impl SqliteStore {
             .while_asked_to(what)
     }
 
-    async fn write_through(&self) -> Result<(), sqlx::Error> {
-        let mut connection = self.writer.acquire().await?;
-        sqlx::query("PRAGMA synchronous = FULL")
-            .execute(&mut *connection)
-            .await?;
-        let written = sqlx::query("UPDATE flushes SET count = count + 1 WHERE id = 1")
-            .execute(&mut *connection)
-            .await;
-        sqlx::query("PRAGMA synchronous = NORMAL")
-            .execute(&mut *connection)
-            .await?;
-        written.map(drop)
+    async fn write_through(&self) -> Result<(), std::io::Error> {
+        let log = self.log.clone();
+        tokio::task::spawn_blocking(move || log.sync_data())
+            .await
+            .map_err(std::io::Error::other)?
     }
+
+    /// Tells those who follow events that there is another one.
+    fn tell(&self, changed: bool) {
+        if changed {
+            self.changes.send_modify(|count| *count += 1);
+        }
+    }
+
+    /// In one statement, unless an idempotency key comes with it.
+    async fn try_reserve(
+        &self,
+        sandbox: &NewSandbox,
+        claim: Option<&Claim>,
+    ) -> Result<Option<Reservation>, StoreError> {
+        let what = "reserve a sandbox";
+        let Some(claim) = claim else {
+            if sandboxes::insert(&self.writer, sandbox).await? {
+                return Ok(Some(Reservation::Reserved));
+            }
+            let mut connection = self.writer.acquire().await.while_asked_to(what)?;
+            return sandboxes::refusal(&mut connection, sandbox).await;
+        };
+        let mut transaction = self.begin(what).await?;
+        // Where it returns early, dropping the transaction rolls it back.
+        if let Some(prior) = claims::take(&mut transaction, sandbox, claim).await? {
+            return Ok(Some(Reservation::Used(prior)));
+        }
+        if !sandboxes::insert(&mut *transaction, sandbox).await? {
+            return sandboxes::refusal(&mut transaction, sandbox).await;
+        }
+        transaction.commit().await.while_asked_to(what)?;
+        Ok(Some(Reservation::Reserved))
+    }
+}
+
+/// The log that SQLite has made beside the database; its name is part of SQLite's file format. Its entry in the directory is
+/// made durable, so that a sync of the file itself is enough from now on.
+fn open_log(database: &Path) -> std::io::Result<fs_err::File> {
+    let mut name = database.as_os_str().to_owned();
+    name.push("-wal");
+    let log = fs_err::File::open(PathBuf::from(name))?;
+    let directory = database.parent().filter(|parent| !parent.as_os_str().is_empty());
+    fs_err::File::open(directory.unwrap_or(Path::new(".")))?.sync_all()?;
+    Ok(log)
 }
 
 fn create_private(path: &Path) -> std::io::Result<()> {
@@ -179,10 +240,15 @@ impl Store for SqliteStore {
         sandboxes::usage(&mut connection, project).await
     }
 
-    async fn create_key(&self, project: &ProjectId, name: &str) -> Result<(KeyRecord, ApiKey), StoreError> {
+    async fn create_key(
+        &self,
+        project: &ProjectId,
+        name: &str,
+        role: KeyRole,
+    ) -> Result<(KeyRecord, ApiKey), StoreError> {
         let key = ApiKey::random();
         let mut transaction = self.begin("make an API key").await?;
-        let record = bootstrap::insert_key(&mut transaction, project, name, &key).await?;
+        let record = bootstrap::insert_key(&mut transaction, project, name, role, &key).await?;
         transaction.commit().await.while_asked_to("make an API key")?;
         self.flush().await?;
         Ok((record, key))
@@ -202,21 +268,18 @@ impl Store for SqliteStore {
         bootstrap::authenticate(&self.readers, key).await
     }
 
+    async fn register_node(&self, node: &NodeCapacity) -> Result<(), StoreError> {
+        sandboxes::register_node(&self.writer, node).await
+    }
+
     async fn reserve(&self, sandbox: &NewSandbox, claim: Option<&Claim>) -> Result<Reservation, StoreError> {
-        let what = "reserve a sandbox";
-        let mut transaction = self.begin(what).await?;
-        if let Some(claim) = claim
-            && let Some(prior) = claims::take(&mut transaction, sandbox, claim).await?
-        {
-            // Dropping the transaction rolls it back; it has written nothing of worth.
-            return Ok(Reservation::Used(prior));
+        for _ in 0..RESERVE_TRIES {
+            if let Some(outcome) = self.try_reserve(sandbox, claim).await? {
+                self.tell(outcome == Reservation::Reserved);
+                return Ok(outcome);
+            }
         }
-        if let Some((quota, limit)) = sandboxes::exceeded_quota(&mut transaction, sandbox).await? {
-            return Ok(Reservation::QuotaExceeded { quota, limit });
-        }
-        sandboxes::insert(&mut transaction, sandbox).await?;
-        transaction.commit().await.while_asked_to(what)?;
-        Ok(Reservation::Reserved)
+        Err(StoreError::Unsettled)
     }
 
     async fn flush(&self) -> Result<(), StoreError> {
@@ -226,38 +289,61 @@ impl Store for SqliteStore {
             return Ok(());
         }
         let covered = self.flushes_asked.load(Ordering::SeqCst);
-        self.write_through()
-            .await
-            .while_asked_to("write through to the disk")?;
+        self.write_through().await.map_err(|source| StoreError::Flush {
+            path: self.path.clone(),
+            source,
+        })?;
         *served = covered;
         Ok(())
     }
 
     async fn mark_running(&self, id: &SandboxId, generation: u64, ready: &Ready) -> Result<bool, StoreError> {
-        let mut transaction = self.begin("mark a sandbox as running").await?;
-        let marked = sandboxes::mark_running(&mut transaction, id, generation, ready).await?;
-        transaction
-            .commit()
-            .await
-            .while_asked_to("mark a sandbox as running")?;
+        let marked = sandboxes::mark_running(&self.writer, id, generation, ready).await?;
+        self.tell(marked);
         Ok(marked)
     }
 
+    async fn set_paused(
+        &self,
+        id: &SandboxId,
+        generation: u64,
+        paused: bool,
+        why: &str,
+    ) -> Result<bool, StoreError> {
+        let set = sandboxes::set_paused(&self.writer, id, generation, paused, why).await?;
+        self.tell(set);
+        Ok(set)
+    }
+
+    async fn edit(
+        &self,
+        project: &ProjectId,
+        id: &SandboxId,
+        edit: &Edit,
+    ) -> Result<Option<SandboxRow>, StoreError> {
+        let what = "change what is written on a sandbox";
+        let mut transaction = self.begin(what).await?;
+        let edited = sandboxes::edit(&mut transaction, project, id, edit).await?;
+        transaction.commit().await.while_asked_to(what)?;
+        Ok(edited)
+    }
+
     async fn end(&self, id: &SandboxId, end: &End, release_claim: bool) -> Result<bool, StoreError> {
-        let mut transaction = self.begin("record an end").await?;
-        let recorded = sandboxes::end(&mut transaction, id, end).await?;
-        if release_claim {
+        let recorded = if release_claim {
+            let mut transaction = self.begin("record an end").await?;
+            let recorded = sandboxes::end(&mut *transaction, id, end).await?;
             claims::release(&mut transaction, id).await?;
-        }
-        transaction.commit().await.while_asked_to("record an end")?;
+            transaction.commit().await.while_asked_to("record an end")?;
+            recorded
+        } else {
+            sandboxes::end(&self.writer, id, end).await?
+        };
+        self.tell(recorded);
         Ok(recorded)
     }
 
     async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<bool, StoreError> {
-        let mut transaction = self.begin("set a deadline").await?;
-        let set = sandboxes::set_deadline(&mut transaction, id, deadline).await?;
-        transaction.commit().await.while_asked_to("set a deadline")?;
-        Ok(set)
+        sandboxes::set_deadline(&self.writer, id, deadline).await
     }
 
     async fn sandbox(&self, id: &SandboxId) -> Result<Option<SandboxRow>, StoreError> {
@@ -267,15 +353,23 @@ impl Store for SqliteStore {
 
     async fn list(&self, project: &ProjectId, filter: &ListFilter) -> Result<Listed, StoreError> {
         let mut connection = self.readers.acquire().await.while_asked_to("list sandboxes")?;
-        sandboxes::list(&mut connection, project, filter).await
+        lists::page_of(&mut connection, project, filter).await
     }
 
     async fn live(&self) -> Result<Vec<SandboxRow>, StoreError> {
         sandboxes::live(&self.readers).await
     }
 
-    async fn events(&self, id: &SandboxId) -> Result<Vec<Event>, StoreError> {
-        sandboxes::events(&self.readers, id).await
+    async fn events(&self, of: EventsOf<'_>, after: u64, limit: u32) -> Result<Vec<Event>, StoreError> {
+        events::after(&self.readers, of, after, limit).await
+    }
+
+    async fn last_event(&self) -> Result<u64, StoreError> {
+        events::last(&self.readers).await
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
     }
 
     async fn settle_claims(&self) -> Result<u64, StoreError> {
@@ -291,5 +385,14 @@ impl Store for SqliteStore {
             .await
             .while_asked_to("forget old sandboxes")?;
         Ok(pruned)
+    }
+
+    async fn maintain(&self) -> Result<(), StoreError> {
+        // On a connection of its own and without waiting for anybody: commits go on meanwhile.
+        sqlx::query("PRAGMA wal_checkpoint(PASSIVE)")
+            .execute(&self.readers)
+            .await
+            .while_asked_to("fold its log into its file")?;
+        Ok(())
     }
 }

@@ -7,7 +7,7 @@ use axum::{
 use http::{HeaderMap, StatusCode, header, request::Parts};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
-use space_api::{error::ErrorCode, id::SandboxId, key::ApiKey};
+use space_api::{error::ErrorCode, id::SandboxId, key::ApiKey, rest::KeyRole};
 use space_store::{Principal, SandboxRow};
 
 use crate::{app::App, error::ApiError};
@@ -38,12 +38,24 @@ impl FromRequestParts<App> for Caller {
             .hint("use a key of this installation; `space up` prints the first one")
         };
         let key: ApiKey = text.parse().map_err(|_| refused())?;
-        let principal = app.store.authenticate(&key).await?.ok_or_else(refused)?;
+        let principal = app
+            .callers
+            .find(app.store.as_ref(), &key)
+            .await?
+            .ok_or_else(refused)?;
         Ok(Self(principal))
     }
 }
 
 impl Caller {
+    /// Refuses keys that may not do what concerns all projects. `what` goes on after "may".
+    pub(super) fn admin(&self, what: &str) -> Result<(), ApiError> {
+        match self.0.role {
+            KeyRole::Admin => Ok(()),
+            KeyRole::Project => Err(ApiError::forbidden(what)),
+        }
+    }
+
     /// The sandbox, if it is the caller's and has not ended.
     pub(super) async fn live(&self, app: &App, id: &SandboxId) -> Result<SandboxRow, ApiError> {
         let row = self.any(app, id).await?;
@@ -193,6 +205,13 @@ impl Query {
             .get(key)
             .map(String::as_str)
             .filter(|value| !value.is_empty())
+    }
+
+    /// Whether `key` is there and does not say no.
+    pub(super) fn flag(&self, key: &str) -> bool {
+        self.0
+            .get(key)
+            .is_some_and(|value| value != "false" && value != "0")
     }
 
     /// The value of `key`, parsed.

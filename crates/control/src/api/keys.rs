@@ -8,7 +8,7 @@ use http::StatusCode;
 use space_api::{
     error::{ErrorBody, ErrorCode},
     id::KeyId,
-    rest::{CreatedKey, KeyRecord, NewKey},
+    rest::{CreatedKey, KeyRecord, KeyRole, NewKey},
 };
 
 use super::extract::{Caller, JsonBody};
@@ -26,7 +26,7 @@ pub(super) async fn list(State(app): State<App>, caller: Caller) -> Result<Json<
 
 /// Makes a key. Its secret is in this answer and nowhere else.
 #[utoipa::path(post, path = "/v1/keys", tag = "keys", request_body = NewKey,
-    responses((status = 201, body = CreatedKey), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody)), security(("key" = [])))]
+    responses((status = 201, body = CreatedKey), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody)), security(("key" = [])))]
 pub(super) async fn create(
     State(app): State<App>,
     caller: Caller,
@@ -38,7 +38,13 @@ pub(super) async fn create(
             "name must be 1 to {MAX_NAME} printable characters"
         )));
     }
-    let (record, key) = app.store.create_key(&caller.0.project.id, &body.name).await?;
+    if body.role == KeyRole::Admin {
+        caller.admin("make another admin key")?;
+    }
+    let (record, key) = app
+        .store
+        .create_key(&caller.0.project.id, &body.name, body.role)
+        .await?;
     let created = CreatedKey {
         record,
         key: key.expose().to_owned(),
@@ -48,7 +54,7 @@ pub(super) async fn create(
 
 /// Revokes a key at once. A key may revoke itself.
 #[utoipa::path(delete, path = "/v1/keys/{keyID}", tag = "keys", params(("keyID" = String, Path)),
-    responses((status = 204), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
+    responses((status = 204), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
 pub(super) async fn revoke(
     State(app): State<App>,
     caller: Caller,
@@ -63,7 +69,16 @@ pub(super) async fn revoke(
         .hint("GET /v1/keys lists those there are")
     };
     let id: KeyId = id.parse().map_err(|_| missing())?;
-    if app.store.revoke_key(&caller.0.project.id, &id).await? {
+    let known = app.store.keys(&caller.0.project.id).await?;
+    let Some(record) = known.iter().find(|record| record.id == id.as_str()) else {
+        return Err(missing());
+    };
+    if record.role == KeyRole::Admin {
+        caller.admin("revoke an admin key")?;
+    }
+    let revoked = app.store.revoke_key(&caller.0.project.id, &id).await;
+    app.callers.forget();
+    if revoked? {
         Ok(StatusCode::NO_CONTENT)
     } else {
         Err(missing())

@@ -20,6 +20,7 @@ use crate::{
     app::App,
     create::{after, check::timeout_within},
     error::ApiError,
+    transitions::{self, is_asleep},
 };
 
 /// Most seconds that one refresh adds, as in E2B.
@@ -63,8 +64,7 @@ async fn end_now(app: &App, row: &SandboxRow) -> Result<(), ApiError> {
                 ended_at: Timestamp::now(),
                 cpu_micros: None,
             };
-            app.store.end(id, &end, false).await?;
-            app.forget_route(id);
+            app.end(id, &end, false).await?;
         }
         Err(error) => return Err(error.into()),
     }
@@ -113,66 +113,73 @@ pub(super) async fn refresh(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Finds a running sandbox again and keeps it alive for at least `timeout` seconds from now. Kept for older SDKs.
-#[utoipa::path(
-    post, path = "/sandboxes/{sandboxID}/connect", tag = "sandboxes", params(("sandboxID" = String, Path)), request_body = ConnectRequest,
-    responses((status = 200, body = Sandbox), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)),
-    security(("key" = [])),
-)]
-pub(super) async fn connect_v1(
-    State(app): State<App>,
-    caller: Caller,
-    PathId(id): PathId,
-    JsonBody(body): JsonBody<ConnectRequest>,
-) -> Result<Json<Sandbox>, ApiError> {
-    connect(&app, &caller, &id, body).await
-}
-
-/// Finds a running sandbox again and keeps it alive for at least `timeout` seconds from now.
+/// Finds a sandbox again, lets it run on if it is paused, and keeps it alive for at least `timeout` seconds from now. The path
+/// without `/v2` is kept for older SDKs.
 #[utoipa::path(
     post, path = "/v2/sandboxes/{sandboxID}/connect", tag = "sandboxes", params(("sandboxID" = String, Path)), request_body = ConnectRequest,
-    responses((status = 200, body = Sandbox), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)),
+    responses(
+        (status = 200, description = "It was running", body = Sandbox), (status = 201, description = "It was paused and runs on", body = Sandbox),
+        (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+    ),
     security(("key" = [])),
 )]
-pub(super) async fn connect_v2(
+pub(super) async fn connect(
     State(app): State<App>,
     caller: Caller,
     PathId(id): PathId,
     JsonBody(body): JsonBody<ConnectRequest>,
-) -> Result<Json<Sandbox>, ApiError> {
-    connect(&app, &caller, &id, body).await
-}
-
-async fn connect(
-    app: &App,
-    caller: &Caller,
-    id: &SandboxId,
-    body: ConnectRequest,
-) -> Result<Json<Sandbox>, ApiError> {
+) -> Result<(StatusCode, Json<Sandbox>), ApiError> {
     let timeout = body.timeout.unwrap_or(DEFAULT_TIMEOUT_SECONDS);
     timeout_within(timeout, &caller.0.project)?;
-    let row = caller.live(app, id).await?;
+    let row = caller.live(&app, &id).await?;
     if row.state == SandboxState::Creating {
         return Err(ApiError::transitioning(format!(
             "sandbox {id} is still being created"
         )));
     }
-    extend(app, &row, timeout).await?;
-    Ok(Json(views::sandbox(&row, &app.config)))
+    // The deadline first, lest it passes while the machine is being woken.
+    extend(&app, &row, timeout).await?;
+    let status = if wake_up(&app, &id).await? {
+        StatusCode::CREATED
+    } else {
+        StatusCode::OK
+    };
+    Ok((status, Json(views::sandbox(&row, &app.config))))
 }
 
-/// Never shortens.
-async fn extend(app: &App, row: &SandboxRow, seconds: u64) -> Result<(), ApiError> {
-    let wanted = after(Timestamp::now(), seconds);
-    let id = &row.sandbox.id;
-    if wanted > row.sandbox.deadline {
-        return move_deadline(app, id, wanted).await;
+/// Lets it run if it does not; whether it did not.
+pub(super) async fn wake_up(app: &App, id: &SandboxId) -> Result<bool, ApiError> {
+    let status = match app.node.status(id).await {
+        Ok(status) => status,
+        Err(error) => return Err(settled(app, error).await),
+    };
+    let standing = NodeError::Transitioning {
+        id: id.clone(),
+        state: status.state,
+    };
+    if !is_asleep(&standing) {
+        return Ok(false);
     }
-    // Nothing to move, but what is gone must not be answered as found.
-    match app.node.status(id).await {
-        Ok(_) => Ok(()),
+    match transitions::connect(app, id).await {
+        Ok(_) => Ok(true),
         Err(error) => Err(settled(app, error).await),
     }
+}
+
+/// Never shortens; the deadline it has then.
+pub(super) async fn extend(app: &App, row: &SandboxRow, seconds: u64) -> Result<Timestamp, ApiError> {
+    let wanted = after(Timestamp::now(), seconds);
+    let id = &row.sandbox.id;
+    // The node is asked, because the row may be older than a change that is under way.
+    let status = match app.node.status(id).await {
+        Ok(status) => status,
+        Err(error) => return Err(settled(app, error).await),
+    };
+    if wanted > status.deadline {
+        move_deadline(app, id, wanted).await?;
+        return Ok(wanted);
+    }
+    Ok(status.deadline)
 }
 
 /// The node first: it is the one that keeps the deadline.
@@ -185,7 +192,7 @@ async fn move_deadline(app: &App, id: &SandboxId, deadline: Timestamp) -> Result
 }
 
 /// The answer to a node's refusal; an end that comes with it is recorded.
-async fn settled(app: &App, error: NodeError) -> ApiError {
+pub(super) async fn settled(app: &App, error: NodeError) -> ApiError {
     if let NodeError::NotFound {
         end: Some(record), ..
     } = &error

@@ -1,6 +1,6 @@
 //! Lists of sandboxes in E2B's shape, and what its list query means.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::collections::BTreeMap;
 
 use axum::{
     Json,
@@ -36,13 +36,8 @@ pub(super) async fn list_v1(
     query: Query,
 ) -> Result<Json<Vec<ListedSandbox>>, ApiError> {
     let filter = ListFilter {
-        states: vec![SandboxState::Running],
         metadata: metadata(query.text("metadata").unwrap_or_default()),
-        template: None,
-        started_after: None,
-        order: SortOrder::Descending,
-        cursor: None,
-        limit: ListFilter::MAX_LIMIT,
+        ..ListFilter::of_states(vec![SandboxState::Running])
     };
     let page = app.store.list(&caller.0.project.id, &filter).await?;
     Ok(Json(
@@ -61,6 +56,8 @@ pub(super) async fn list_v1(
         ("state" = Option<String>, Query, description = "`running`, `paused`, or both with a comma"),
         ("order" = Option<String>, Query, description = "`asc` or `desc` by start time; `desc` if absent"),
         ("startedAfter" = Option<String>, Query, description = "RFC 3339"),
+        ("startedBefore" = Option<String>, Query, description = "Extension; RFC 3339"),
+        ("label" = Option<String>, Query, description = "Extension; `key=value`, several with a comma or by repeating it: all must be there"),
         ("template" = Option<String>, Query, description = "Name, name:tag or digest"),
         ("limit" = Option<u32>, Query, description = "1 to 1000; 100 if absent"),
         ("nextToken" = Option<String>, Query),
@@ -73,19 +70,8 @@ pub(super) async fn list_v2(
     caller: Caller,
     query: Query,
 ) -> Result<Response, ApiError> {
-    let filter = ListFilter {
-        states: states(query.text("state").unwrap_or("running,paused"))?,
-        metadata: metadata(query.text("metadata").unwrap_or_default()),
-        template: query.text("template").map(str::to_owned),
-        started_after: query.parsed::<Timestamp>("startedAfter", "a time as in RFC 3339")?,
-        order: match query.text("order") {
-            None | Some("desc") => SortOrder::Descending,
-            Some("asc") => SortOrder::Ascending,
-            Some(_) => return Err(ApiError::bad_request("order must be asc or desc")),
-        },
-        cursor: cursor(&query)?,
-        limit: limit(&query)?,
-    };
+    let mut filter = filter(&query, "startedAfter", "startedBefore")?;
+    filter.states = states(query.text("state").unwrap_or("running,paused"), &E2B_STATES)?;
     let page = app.store.list(&caller.0.project.id, &filter).await?;
     let rows: Vec<_> = page
         .rows
@@ -136,24 +122,59 @@ fn decode_cursor(token: &str) -> Option<Cursor> {
     })
 }
 
-/// No sandbox is paused in this version, so that `paused` alone finds none.
-fn states(text: &str) -> Result<Vec<SandboxState>, ApiError> {
-    let mut states = Vec::new();
-    for name in text.split(',') {
-        match name.trim() {
-            "running" => states.push(SandboxState::Running),
-            "paused" => {}
-            other => {
-                let mut message = "state must be running or paused, not \"".to_owned();
-                for c in other.chars().take(32) {
-                    let _written = write!(message, "{}", c.escape_debug());
-                }
-                message.push('"');
-                return Err(ApiError::bad_request(message));
-            }
-        }
-    }
-    Ok(states)
+/// What all lists of sandboxes filter and order by, but for the states. The names of the two times differ.
+pub(super) fn filter(
+    query: &Query,
+    after: &'static str,
+    before: &'static str,
+) -> Result<ListFilter, ApiError> {
+    let time = "a time as in RFC 3339";
+    Ok(ListFilter {
+        metadata: metadata(query.text("metadata").unwrap_or_default()),
+        labels: labels(query.text("label").unwrap_or_default())?,
+        template: query.text("template").map(str::to_owned),
+        started_after: query.parsed::<Timestamp>(after, time)?,
+        started_before: query.parsed::<Timestamp>(before, time)?,
+        order: match query.text("order") {
+            None | Some("desc") => SortOrder::Descending,
+            Some("asc") => SortOrder::Ascending,
+            Some(_) => return Err(ApiError::bad_request("order must be asc or desc")),
+        },
+        cursor: cursor(query)?,
+        limit: limit(query)?,
+        ..ListFilter::of_states(Vec::new())
+    })
+}
+
+/// E2B's two states and what they are here.
+const E2B_STATES: [SandboxState; 2] = [SandboxState::Running, SandboxState::Paused];
+
+/// The named states, of those that may be asked for.
+pub(super) fn states(text: &str, known: &[SandboxState]) -> Result<Vec<SandboxState>, ApiError> {
+    text.split(',')
+        .map(|word| {
+            let found = known.iter().find(|state| state.as_str() == word.trim());
+            found.copied().ok_or_else(|| {
+                let words: Vec<_> = known.iter().map(|state| state.as_str()).collect();
+                let shown: String = word.chars().take(32).flat_map(char::escape_debug).collect();
+                ApiError::bad_request(format!(
+                    "state must be one of {}, not \"{shown}\"",
+                    words.join(", ")
+                ))
+            })
+        })
+        .collect()
+}
+
+fn labels(text: &str) -> Result<BTreeMap<String, String>, ApiError> {
+    text.split(',')
+        .filter(|pair| !pair.is_empty())
+        .map(|pair| {
+            pair.split_once('=')
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .ok_or_else(|| ApiError::bad_request("label must be name=value"))
+        })
+        .collect()
 }
 
 /// SDKs encode keys and values, then the pairs as a form, then the whole as a query value, of which the last is undone already.

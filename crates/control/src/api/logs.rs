@@ -9,8 +9,13 @@ use space_api::{
     id::SandboxId,
 };
 
+use space_store::EventsOf;
+
 use super::extract::{Caller, PathId, Query};
 use crate::{app::App, error::ApiError};
+
+/// Most events of one sandbox that are shown as its log; `GET /v1/sandboxes/{id}/events` has pages.
+const MAX_EVENTS: u32 = 1000;
 
 /// The platform's events of a sandbox, live or ended, oldest first.
 #[utoipa::path(
@@ -80,7 +85,7 @@ pub(super) async fn v2(
 
 async fn entries(app: &App, caller: &Caller, id: &SandboxId) -> Result<Vec<LogEntry>, ApiError> {
     caller.any(app, id).await?;
-    let events = app.store.events(id).await?;
+    let events = app.store.events(EventsOf::Sandbox(id), 0, MAX_EVENTS).await?;
     Ok(events
         .into_iter()
         .map(|event| LogEntry {

@@ -1,20 +1,24 @@
 //! Our own API under `/v1/`: what E2B's has no place for.
 
+use std::collections::BTreeMap;
+
 use axum::{Json, extract::State, response::Response};
 use http::StatusCode;
 use space_api::{
-    error::ErrorBody,
+    error::{ErrorBody, ErrorCode},
+    id::SandboxId,
     lifecycle::SandboxState,
-    rest::{NodeRecord, ProjectRecord, SandboxRecord},
+    rest::{NodeRecord, PoolRecord, ProjectRecord, SandboxEdit, SandboxRecord},
 };
-use space_store::{ListFilter, SortOrder};
+use space_node::PoolStatus;
+use space_store::{Edit, SandboxRow};
 
 use super::{
-    extract::{Caller, PathId, Query},
-    listing::{cursor, limit, paged},
+    extract::{Caller, JsonBody, PathId, Query},
+    listing::{filter, paged, states},
     views,
 };
-use crate::{app::App, error::ApiError};
+use crate::{app::App, create::check, error::ApiError};
 
 /// Answers while the server serves. Needs no key.
 #[utoipa::path(get, path = "/health", tag = "platform", responses((status = 200, description = "Serving")))]
@@ -22,7 +26,7 @@ pub(super) async fn health() -> (StatusCode, &'static str) {
     (StatusCode::OK, "OK")
 }
 
-/// Shows a sandbox, also after its end: cause, size, times.
+/// Shows a sandbox, also after its end: cause, size, times; while it lives its machine and its idleness.
 #[utoipa::path(get, path = "/v1/sandboxes/{sandboxID}", tag = "platform", params(("sandboxID" = String, Path)),
     responses((status = 200, body = SandboxRecord), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
 pub(super) async fn sandbox(
@@ -30,26 +34,72 @@ pub(super) async fn sandbox(
     caller: Caller,
     PathId(id): PathId,
 ) -> Result<Json<SandboxRecord>, ApiError> {
-    let row = app
-        .store
-        .sandbox(&id)
-        .await?
-        .filter(|row| row.sandbox.project == caller.0.project.id)
-        .ok_or_else(|| {
-            ApiError::new(
-                StatusCode::NOT_FOUND,
-                space_api::error::ErrorCode::SandboxNotFound,
-                format!("sandbox \"{id}\" was not found"),
-            )
-            .hint("GET /v1/sandboxes lists those there are and were")
-        })?;
-    Ok(Json(views::record(row)))
+    let row = of_caller(&app, &caller, &id).await?;
+    let status = app.node.status(&id).await.ok();
+    Ok(Json(views::record(row, status)))
 }
 
-/// Lists sandboxes by page, newest first, ended ones among them.
+/// Changes metadata and labels, also after its end: names with values are set, names with `null` are taken away, others stay.
+#[utoipa::path(patch, path = "/v1/sandboxes/{sandboxID}", tag = "platform", params(("sandboxID" = String, Path)), request_body = SandboxEdit,
+    responses((status = 200, body = SandboxRecord), (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
+pub(super) async fn edit(
+    State(app): State<App>,
+    caller: Caller,
+    PathId(id): PathId,
+    JsonBody(body): JsonBody<SandboxEdit>,
+) -> Result<Json<SandboxRecord>, ApiError> {
+    let before = of_caller(&app, &caller, &id).await?.sandbox;
+    check::metadata(&merged(before.metadata, &body.metadata))?;
+    check::labels(&merged(before.labels, &body.labels))?;
+    let edit = Edit {
+        metadata: body.metadata,
+        labels: body.labels,
+    };
+    let row = app
+        .store
+        .edit(&caller.0.project.id, &id, &edit)
+        .await?
+        .ok_or_else(|| ApiError::sandbox_not_found(&id))?;
+    let status = app.node.status(&id).await.ok();
+    Ok(Json(views::record(row, status)))
+}
+
+fn merged(
+    mut map: BTreeMap<String, String>,
+    changes: &BTreeMap<String, Option<String>>,
+) -> BTreeMap<String, String> {
+    for (key, value) in changes {
+        match value {
+            Some(value) => map.insert(key.clone(), value.clone()),
+            None => map.remove(key),
+        };
+    }
+    map
+}
+
+async fn of_caller(app: &App, caller: &Caller, id: &SandboxId) -> Result<SandboxRow, ApiError> {
+    caller
+        .any(app, id)
+        .await
+        .map_err(|error| match error.body.error_code {
+            Some(ErrorCode::SandboxNotFound) => {
+                error.hint("GET /v1/sandboxes lists those there are and were")
+            }
+            _ => error,
+        })
+}
+
+/// Lists sandboxes by page, newest first unless asked otherwise, ended ones among them.
 #[utoipa::path(get, path = "/v1/sandboxes", tag = "platform",
     params(
-        ("ended" = Option<bool>, Query, description = "`true`: only ended ones; `false`: only live ones"),
+        ("state" = Option<String>, Query, description = "`creating`, `running`, `paused`, `ended`, several with a comma; all if absent"),
+        ("ended" = Option<bool>, Query, description = "`true`: only ended ones; `false`: only live ones; not together with `state`"),
+        ("label" = Option<String>, Query, description = "`key=value`, several with a comma or by repeating it: all must be there"),
+        ("metadata" = Option<String>, Query, description = "URL-encoded `key=value` pairs: all must be there"),
+        ("template" = Option<String>, Query, description = "Name, name:tag or digest"),
+        ("createdAfter" = Option<String>, Query, description = "RFC 3339; at or after"),
+        ("createdBefore" = Option<String>, Query, description = "RFC 3339; before"),
+        ("order" = Option<String>, Query, description = "`asc` or `desc` by time of creation; `desc` if absent"),
         ("limit" = Option<u32>, Query, description = "1 to 1000; 100 if absent"),
         ("nextToken" = Option<String>, Query, description = "Header `x-next-token` of the page before"),
     ),
@@ -59,32 +109,34 @@ pub(super) async fn sandboxes(
     caller: Caller,
     query: Query,
 ) -> Result<Response, ApiError> {
+    let mut filter = filter(&query, "createdAfter", "createdBefore")?;
     let ended = query.parsed::<bool>("ended", "true or false")?;
-    let live = [
-        SandboxState::Creating,
-        SandboxState::Running,
-        SandboxState::Stopping,
-    ];
-    let mut states = Vec::new();
-    if ended != Some(true) {
-        states.extend(live);
-    }
-    if ended != Some(false) {
-        states.push(SandboxState::Ended);
-    }
-    let filter = ListFilter {
-        states,
-        metadata: std::collections::BTreeMap::new(),
-        template: None,
-        started_after: None,
-        order: SortOrder::Descending,
-        cursor: cursor(&query)?,
-        limit: limit(&query)?,
+    filter.states = match (query.text("state"), ended) {
+        (Some(_), Some(_)) => return Err(ApiError::bad_request("state and ended exclude each other")),
+        (Some(words), None) => states(words, &STATES)?,
+        (None, Some(true)) => vec![SandboxState::Ended],
+        (None, Some(false)) => STATES
+            .into_iter()
+            .filter(|state| *state != SandboxState::Ended)
+            .collect(),
+        (None, None) => STATES.to_vec(),
     };
     let page = app.store.list(&caller.0.project.id, &filter).await?;
-    let rows: Vec<_> = page.rows.into_iter().map(views::record).collect();
+    let rows: Vec<_> = page
+        .rows
+        .into_iter()
+        .map(|row| views::record(row, None))
+        .collect();
     Ok(paged(&rows, page.next.as_ref()))
 }
+
+/// The states that the store keeps.
+const STATES: [SandboxState; 4] = [
+    SandboxState::Creating,
+    SandboxState::Running,
+    SandboxState::Paused,
+    SandboxState::Ended,
+];
 
 /// What the node has to offer.
 #[utoipa::path(get, path = "/v1/node", tag = "platform",
@@ -97,7 +149,20 @@ pub(super) async fn node(State(app): State<App>, _: Caller) -> Json<NodeRecord> 
         sandboxes: info.sandboxes,
         capacity: info.capacity,
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        pool: info.pool.into_iter().map(pool).collect(),
     })
+}
+
+fn pool(status: PoolStatus) -> PoolRecord {
+    PoolRecord {
+        template: status.template,
+        size: status.size.to_string(),
+        ready: status.ready,
+        warming: status.warming,
+        target: status.target,
+        hits: status.hits,
+        misses: status.misses,
+    }
 }
 
 /// The project that the key belongs to, what it may use and what it uses.

@@ -1,12 +1,17 @@
 //! Making sandboxes and looking at one.
 
-use axum::{Json, extract::State};
+use axum::{
+    Json,
+    extract::{MatchedPath, State},
+};
 use http::{HeaderMap, StatusCode};
 use space_api::{
-    e2b::{NewSandbox, Sandbox, SandboxDetail},
+    e2b::{AutoResume, NetworkConfig, NewSandbox, Sandbox, SandboxDetail},
     error::ErrorBody,
     lifecycle::SandboxState,
+    rest::{self, CreatedSandbox, QueueRequest},
 };
+use space_store::SandboxRow;
 
 use super::{
     extract::{Caller, CreateBody, PathId},
@@ -21,52 +26,96 @@ use crate::{
 /// Longest idempotency key, in characters of `[A-Za-z0-9_-]`.
 const MAX_IDEMPOTENCY_KEY: usize = 255;
 
-/// Makes a sandbox and answers when it is ready. Kept for older SDKs.
+/// Makes a sandbox and answers when it is ready. Its daemon asks for the access token; under the path without `/v2`, which is kept
+/// for older SDKs, only unless `secure` is `false`.
 #[utoipa::path(
-    post, path = "/sandboxes", tag = "sandboxes", request_body = NewSandbox,
-    params(("Idempotency-Key" = Option<String>, Header, description = "Repeating a request with the same key gives the same answer for 24 hours")),
+    post, path = "/v2/sandboxes", tag = "sandboxes", request_body = NewSandbox,
+    params(
+        ("Idempotency-Key" = Option<String>, Header, description = "Repeating a request with the same key gives the same answer for 24 hours"),
+        ("X-Queue-Timeout" = Option<u64>, Header, description = "Seconds to wait for room, as `queue.timeout_seconds`"),
+    ),
     responses(
         (status = 201, body = Sandbox),
         (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, description = "No such template", body = ErrorBody),
         (status = 409, description = "The idempotency key is in use", body = ErrorBody), (status = 413, body = ErrorBody),
         (status = 422, description = "The idempotency key was used for something else", body = ErrorBody),
-        (status = 429, description = "Quota reached; retry later", body = ErrorBody), (status = 500, body = ErrorBody),
+        (status = 429, description = "Quota reached or no room; retry later", body = ErrorBody), (status = 500, body = ErrorBody),
         (status = 501, description = "A field that this version cannot honour", body = ErrorBody),
-        (status = 503, description = "No room or no usable monitor", body = ErrorBody),
+        (status = 503, description = "No usable monitor", body = ErrorBody),
     ),
     security(("key" = [])),
 )]
-pub(super) async fn create_v1(
+pub(super) async fn create(
     State(app): State<App>,
     caller: Caller,
+    path: MatchedPath,
     headers: HeaderMap,
     CreateBody(body): CreateBody<NewSandbox>,
 ) -> Result<(StatusCode, Json<Sandbox>), ApiError> {
-    make(&app, &caller, Version::V1, &headers, body).await
+    let version = if path.as_str().starts_with("/v2/") {
+        Version::V2
+    } else {
+        Version::V1
+    };
+    let row = make(&app, &caller, version, &headers, body).await?;
+    Ok((StatusCode::CREATED, Json(views::sandbox(&row, &app.config))))
 }
 
 /// Makes a sandbox and answers when it is ready. Its daemon always asks for the access token.
 #[utoipa::path(
-    post, path = "/v2/sandboxes", tag = "sandboxes", request_body = NewSandbox,
-    params(("Idempotency-Key" = Option<String>, Header, description = "Repeating a request with the same key gives the same answer for 24 hours")),
+    post, path = "/v1/sandboxes", tag = "platform", request_body = rest::NewSandbox,
+    params(
+        ("Idempotency-Key" = Option<String>, Header, description = "Repeating a request with the same key gives the same answer for 24 hours"),
+        ("X-Queue-Timeout" = Option<u64>, Header, description = "Seconds to wait for room, as `queue.timeout_seconds`"),
+    ),
     responses(
-        (status = 201, body = Sandbox),
+        (status = 201, body = CreatedSandbox),
         (status = 400, body = ErrorBody), (status = 401, body = ErrorBody), (status = 404, description = "No such template", body = ErrorBody),
         (status = 409, description = "The idempotency key is in use", body = ErrorBody), (status = 413, body = ErrorBody),
         (status = 422, description = "The idempotency key was used for something else", body = ErrorBody),
-        (status = 429, description = "Quota reached; retry later", body = ErrorBody), (status = 500, body = ErrorBody),
-        (status = 501, description = "A field that this version cannot honour", body = ErrorBody),
-        (status = 503, description = "No room or no usable monitor", body = ErrorBody),
+        (status = 429, description = "Quota reached or no room; retry later", body = ErrorBody), (status = 500, body = ErrorBody),
+        (status = 503, description = "No usable monitor", body = ErrorBody),
     ),
     security(("key" = [])),
 )]
-pub(super) async fn create_v2(
+pub(super) async fn create_own(
     State(app): State<App>,
     caller: Caller,
     headers: HeaderMap,
-    CreateBody(body): CreateBody<NewSandbox>,
-) -> Result<(StatusCode, Json<Sandbox>), ApiError> {
-    make(&app, &caller, Version::V2, &headers, body).await
+    CreateBody(body): CreateBody<rest::NewSandbox>,
+) -> Result<(StatusCode, Json<CreatedSandbox>), ApiError> {
+    let body = NewSandbox {
+        template_id: body.template,
+        timeout: body.timeout_seconds,
+        metadata: Some(body.metadata),
+        labels: Some(body.labels),
+        env_vars: Some(body.environment),
+        cpu_count: body.vcpus,
+        memory_mb: body.memory_mib,
+        disk_size_mb: body.disk_mib,
+        on_idle: body.on_idle,
+        queue: body.queue,
+        auto_resume: Some(AutoResume {
+            enabled: body.wake_on_traffic,
+        }),
+        network: Some(NetworkConfig {
+            allow_public_traffic: body.public_ports,
+            ..NetworkConfig::default()
+        }),
+        ..NewSandbox::default()
+    };
+    let row = make(&app, &caller, Version::Own, &headers, body).await?;
+    let (access_token, traffic_token) = (
+        row.sandbox.access_token.clone(),
+        row.sandbox.traffic_token.clone(),
+    );
+    let status = app.node.status(&row.sandbox.id).await.ok();
+    let created = CreatedSandbox {
+        record: views::record(row, status),
+        access_token,
+        traffic_token,
+    };
+    Ok((StatusCode::CREATED, Json(created)))
 }
 
 async fn make(
@@ -74,11 +123,18 @@ async fn make(
     caller: &Caller,
     version: Version,
     headers: &HeaderMap,
-    body: NewSandbox,
-) -> Result<(StatusCode, Json<Sandbox>), ApiError> {
+    mut body: NewSandbox,
+) -> Result<SandboxRow, ApiError> {
     let key = idempotency_key(headers)?;
-    let row = create::create(app, &caller.0.project, version, body, key).await?;
-    Ok((StatusCode::CREATED, Json(views::sandbox(&row, &app.config))))
+    if let Some(value) = headers.get("x-queue-timeout") {
+        let timeout_seconds = value
+            .to_str()
+            .ok()
+            .and_then(|text| text.parse().ok())
+            .ok_or_else(|| ApiError::bad_request("X-Queue-Timeout must be a number of seconds"))?;
+        body.queue = Some(QueueRequest { timeout_seconds });
+    }
+    create::create(app, &caller.0.project, version, body, key).await
 }
 
 fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
@@ -116,5 +172,6 @@ pub(super) async fn detail(
             "sandbox {id} is still being created"
         )));
     }
-    Ok(Json(views::detail(row, &app.config)))
+    let status = app.node.status(&id).await.ok();
+    Ok(Json(views::detail(row, status, &app.config)))
 }

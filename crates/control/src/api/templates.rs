@@ -81,14 +81,15 @@ pub(super) async fn alias(
     }))
 }
 
-/// Removes a template's name and, when nothing uses it any more, its files.
+/// Removes a template's name and, when nothing uses it any more, its files. Takes an admin key.
 #[utoipa::path(delete, path = "/templates/{templateID}", tag = "templates", params(("templateID" = String, Path)),
-    responses((status = 204), (status = 401, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
+    responses((status = 204), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)), security(("key" = [])))]
 pub(super) async fn delete(
     State(app): State<App>,
-    _: Caller,
+    caller: Caller,
     Path(name): Path<String>,
 ) -> Result<StatusCode, ApiError> {
+    caller.admin("remove templates, which all projects share")?;
     let found = find(&app, &name).await?;
     app.node.delete_template(&found.name).await?;
     app.forget_templates();

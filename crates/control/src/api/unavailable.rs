@@ -9,13 +9,8 @@ use crate::{app::App, error::ApiError};
 const CALLS: &[(&str, &str, &str)] = &[
     (
         "/sandboxes/{id}/pause",
-        "suspend",
-        "raise the timeout to keep the sandbox running",
-    ),
-    (
-        "/sandboxes/{id}/resume",
-        "suspend and resume",
-        "use POST /sandboxes/{id}/connect for a running sandbox",
+        "suspend (E2B's pause, which frees the machine)",
+        "POST /v1/sandboxes/{id}/pause stops it in memory; connect, resume and traffic let it run on",
     ),
     (
         "/sandboxes/{id}/fork",

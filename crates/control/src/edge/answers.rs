@@ -10,7 +10,7 @@ use axum::{
 };
 use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use serde_json::{Value, json};
-use space_api::{id::SandboxId, lifecycle::SandboxState};
+use space_api::{error::ErrorCode, id::SandboxId, lifecycle::SandboxState};
 
 use super::target::{BadTarget, Routing, Target};
 
@@ -25,6 +25,12 @@ pub(crate) enum Answer {
     PortClosed { id: SandboxId, port: u16 },
     /// On its way to another state.
     Transitioning { id: SandboxId, state: SandboxState },
+    /// It is paused, and this request does not wake it. `health`: it asked whether it runs; `again`: it would, in a moment.
+    Paused {
+        id: SandboxId,
+        health: bool,
+        again: bool,
+    },
     /// The access token or signature is missing or wrong.
     Unauthorized { id: SandboxId, why: &'static str },
     /// The traffic token is missing or wrong.
@@ -77,6 +83,27 @@ impl Answer {
                     _ => "The sandbox is on its way to another state",
                 };
                 plain(StatusCode::CONFLICT, id, message)
+            }
+            Self::Paused { id, health, again } => {
+                // SDKs take 502 for "it does not run", and anything else for a failure of the question.
+                let status = if *health {
+                    StatusCode::BAD_GATEWAY
+                } else {
+                    StatusCode::CONFLICT
+                };
+                let message = if *again {
+                    "The sandbox was paused again a moment ago"
+                } else {
+                    "The sandbox is paused"
+                };
+                (
+                    status,
+                    json!({
+                        "sandboxId": id.as_str(), "message": message, "code": status.as_u16(),
+                        "error_code": ErrorCode::SandboxPaused,
+                        "hint": format!("connect to it, or POST /v1/sandboxes/{id}/resume; created with autoResume, traffic to its ports wakes it"),
+                    }),
+                )
             }
             Self::Unauthorized { id, why } => plain(StatusCode::UNAUTHORIZED, id, why),
             Self::TrafficToken { id, present } => {
@@ -132,7 +159,11 @@ impl Answer {
         let headers = response.headers_mut();
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        if status == StatusCode::SERVICE_UNAVAILABLE {
+        let again = matches!(
+            self,
+            Self::Paused { again: true, .. } | Self::Transitioning { .. }
+        );
+        if status == StatusCode::SERVICE_UNAVAILABLE || again {
             headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }
         response

@@ -18,7 +18,10 @@ use super::{
     stream::{BoxError, Guarded, end_envelope},
     target::{Routing, Target},
 };
-use crate::app::{App, Route};
+use crate::{
+    app::{App, Route},
+    transitions::Traffic,
+};
 
 type ChannelBody = BoxBody<Bytes, BoxError>;
 
@@ -48,7 +51,12 @@ pub(super) async fn serve(
             id: target.id.clone(),
         });
     }
-    awake(route).await?;
+    let health = parts.method == Method::GET && path == "/health";
+    let traffic = match &route.access_token {
+        _ if health => Traffic::HealthCheck,
+        Some(_) => Traffic::Owner,
+        None => Traffic::Anyone,
+    };
 
     let deadline = command_deadline(app, path, &parts.headers);
     let mut forwarded = headers::for_guest(target, &parts.headers);
@@ -71,7 +79,7 @@ pub(super) async fn serve(
     *outgoing.headers_mut() = forwarded;
 
     let content_type = outgoing.headers().get(header::CONTENT_TYPE).cloned();
-    let sent = Box::pin(send(app, route, outgoing));
+    let sent = Box::pin(send(app, route, traffic, outgoing));
     let response = match deadline {
         None => sent.await?,
         Some(at) => match tokio::time::timeout_at(at, sent).await {
@@ -93,15 +101,18 @@ pub(super) async fn serve(
 async fn send(
     app: &App,
     route: &Route,
+    traffic: Traffic,
     mut request: Request<ChannelBody>,
 ) -> Result<Response<Incoming>, Answer> {
     let mut failure = String::new();
+    let mut woken = 0;
     for _ in 0..ATTEMPTS {
-        let mut channel = app
-            .node
-            .data(&route.id)
-            .await
-            .map_err(|error| node_answer(app, route, error))?;
+        let mut channel = loop {
+            match app.node.data(&route.id).await {
+                Ok(channel) => break channel,
+                Err(refusal) => awake(app, route, traffic, &mut woken, refusal).await?,
+            }
+        };
         if let Err(error) = channel.ready().await {
             failure = error.to_string();
             continue;
@@ -122,7 +133,7 @@ async fn send(
             id: route.id.clone(),
             what: failure,
         }),
-        Err(error) => Err(node_answer(app, route, error)),
+        Err(error) => Err(node_answer(app, route, &error)),
     }
 }
 

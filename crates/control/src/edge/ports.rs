@@ -17,6 +17,7 @@ use super::{
 use crate::{
     app::{App, Route},
     server::Peer,
+    transitions::Traffic,
 };
 
 /// Bytes of a guest's answer head.
@@ -42,17 +43,20 @@ pub(super) async fn serve(
             id: target.id.clone(),
         });
     }
-    awake(route).await?;
-
-    let tunnel = match app.node.tunnel(&target.id, target.port).await {
-        Ok(tunnel) => tunnel,
-        Err(TunnelError::PortClosed { port }) => {
-            return Err(Answer::PortClosed {
-                id: target.id.clone(),
-                port,
-            });
+    let mut woken = 0;
+    let tunnel = loop {
+        match app.node.tunnel(&target.id, target.port).await {
+            Ok(tunnel) => break tunnel,
+            Err(TunnelError::PortClosed { port }) => {
+                return Err(Answer::PortClosed {
+                    id: target.id.clone(),
+                    port,
+                });
+            }
+            Err(TunnelError::Node(refusal)) => {
+                awake(app, route, Traffic::Anyone, &mut woken, refusal).await?;
+            }
         }
-        Err(TunnelError::Node(error)) => return Err(node_answer(app, route, error)),
     };
     let authority = target::authority(&request).unwrap_or_default();
     let (mut parts, body) = request.into_parts();
@@ -211,7 +215,7 @@ async fn replace_token(
         .node
         .guest_token(&route.id)
         .await
-        .map_err(|error| node_answer(app, route, error))?;
+        .map_err(|error| node_answer(app, route, &error))?;
     if let Ok(mut value) = HeaderValue::from_str(&inner) {
         value.set_sensitive(true);
         headers.insert("x-access-token", value);

@@ -9,7 +9,10 @@ use std::{
     convert::Infallible,
     net::SocketAddr,
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -47,6 +50,12 @@ pub(crate) struct FakeNode {
     events: broadcast::Sender<SandboxEvent>,
     capacity: Mutex<usize>,
     pub(crate) creates: Mutex<Vec<CreateSandbox>>,
+    /// Why sandboxes were woken.
+    pub(crate) wakes: Mutex<Vec<WakeReason>>,
+    /// How often all were listed, as the controller does when it compares.
+    pub(crate) lists: AtomicUsize,
+    /// What wakes wait for, if anything.
+    pub(crate) wake_gate: Mutex<Option<Arc<Notify>>>,
     /// What creates from the template `gated` wait for.
     pub(crate) gate: Arc<Notify>,
     pub(crate) guest: Arc<Guest>,
@@ -82,6 +91,9 @@ impl FakeNode {
             events: broadcast::channel(64).0,
             capacity: Mutex::new(1000),
             creates: Mutex::default(),
+            wakes: Mutex::default(),
+            lists: AtomicUsize::new(0),
+            wake_gate: Mutex::default(),
             gate: Arc::new(Notify::new()),
             guest: Arc::default(),
         })
@@ -222,6 +234,7 @@ impl Node for FakeNode {
             sandboxes: self.live_count(),
             capacity: *self.capacity.lock().expect("not poisoned"),
             data_directory: PathBuf::from("/nowhere"),
+            pool: Vec::new(),
         }
     }
 
@@ -255,7 +268,6 @@ impl Node for FakeNode {
         let status = SandboxStatus {
             id: id.clone(),
             project: request.project,
-            machine: "m0".to_owned(),
             state: SandboxState::Running,
             template: "base:latest".into(),
             template_digest: Self::template("base:latest").digest,
@@ -296,6 +308,7 @@ impl Node for FakeNode {
     }
 
     async fn list(&self) -> Vec<SandboxStatus> {
+        self.lists.fetch_add(1, Ordering::SeqCst);
         self.live
             .lock()
             .expect("not poisoned")
@@ -327,7 +340,12 @@ impl Node for FakeNode {
         self.stand(id, SandboxState::Running)
     }
 
-    async fn wake(&self, id: &SandboxId, _: WakeReason) -> Result<SandboxStatus, NodeError> {
+    async fn wake(&self, id: &SandboxId, reason: WakeReason) -> Result<SandboxStatus, NodeError> {
+        self.wakes.lock().expect("not poisoned").push(reason);
+        let gate = self.wake_gate.lock().expect("not poisoned").clone();
+        if let Some(gate) = gate {
+            gate.notified().await;
+        }
         self.resume(id).await
     }
 

@@ -74,7 +74,7 @@ async fn a_failed_create_may_be_tried_again_with_its_key() {
     let platform = Platform::start().await;
     platform.node.set_capacity(0);
     let body = json!({"templateID": "base"});
-    assert_eq!(create(&platform, "k", &body).await.status(), 503);
+    assert_eq!(create(&platform, "k", &body).await.status(), 429);
     platform.node.set_capacity(1);
     assert_eq!(create(&platform, "k", &body).await.status(), 201);
 }

@@ -7,7 +7,10 @@ use serde_json::{Value, json};
 use space_api::rest::Quotas;
 use space_control::Limits;
 
-use crate::{fake::FakeNode, platform::Platform};
+use crate::{
+    fake::{FakeNode, eventually},
+    platform::Platform,
+};
 
 async fn a_hundred_creates(platform: &Platform) -> BTreeMap<u16, usize> {
     let body = json!({"templateID": "base"});
@@ -52,11 +55,156 @@ async fn a_project_gets_exactly_its_quota() {
 
 #[tokio::test]
 async fn a_node_gives_exactly_what_it_has() {
+    let node = FakeNode::new();
+    node.set_capacity(10);
+    let platform = Platform::start_with(Quotas::default(), node, Limits::default()).await;
+    assert_eq!(
+        a_hundred_creates(&platform).await,
+        BTreeMap::from([(201, 10), (429, 90)])
+    );
+    assert_eq!(
+        platform.node.creates.lock().expect("not poisoned").len(),
+        10,
+        "room is reserved before the node is asked"
+    );
+}
+
+#[tokio::test]
+async fn a_node_that_has_less_than_it_said_refuses_in_the_same_way() {
     let platform = Platform::start().await;
     platform.node.set_capacity(10);
-    let counts = a_hundred_creates(&platform).await;
-    assert_eq!(counts.get(&201), Some(&10), "{counts:?}");
-    assert_eq!(counts.values().sum::<usize>(), 100);
+    assert_eq!(
+        a_hundred_creates(&platform).await,
+        BTreeMap::from([(201, 10), (429, 90)])
+    );
     let me: Value = platform.get("/v1/projects/me").await.json().await.expect("json");
     assert_eq!(me["usage"]["sandboxes"], 10, "refused creates hold no place");
+}
+
+/// Creates with a queue; each sandbox is deleted as soon as it is there.
+async fn passing_through(platform: &Platform, path: &str, body: &Value) -> u16 {
+    let answer = platform.post(path, body).await;
+    let status = answer.status().as_u16();
+    let body: Value = answer.json().await.expect("json");
+    if let Some(id) = body["sandboxID"].as_str().or(body["id"].as_str()) {
+        assert_eq!(platform.delete(&format!("/sandboxes/{id}")).await.status(), 204);
+    }
+    status
+}
+
+#[tokio::test]
+async fn with_a_queue_all_get_their_turn_as_places_are_freed() {
+    // What the store knows, and what only the node knows.
+    for known in [true, false] {
+        let node = FakeNode::new();
+        if known {
+            node.set_capacity(10);
+        }
+        let platform = Platform::start_with(Quotas::default(), node, Limits::default()).await;
+        platform.node.set_capacity(10);
+        let e2b = json!({"templateID": "base", "queue": {"timeoutSeconds": 60}});
+        let own = json!({"template": "base", "queue": {"timeout_seconds": 60}});
+        let all = (0..100).map(|at| {
+            let (path, body) = if at % 2 == 0 {
+                ("/v2/sandboxes", &e2b)
+            } else {
+                ("/v1/sandboxes", &own)
+            };
+            passing_through(&platform, path, body)
+        });
+        let statuses = join_all(all).await;
+        assert!(
+            statuses.iter().all(|status| *status == 201),
+            "{known} {statuses:?}"
+        );
+        assert_eq!(platform.node.live_count(), 0);
+    }
+}
+
+#[tokio::test]
+async fn who_waits_in_vain_gets_the_same_refusal_and_nobody_goes_past() {
+    let quotas = Quotas {
+        max_sandboxes: 1,
+        ..Quotas::default()
+    };
+    let platform = Platform::start_with(quotas, FakeNode::new(), Limits::default()).await;
+    let holder = platform.create().await;
+    let began = std::time::Instant::now();
+    let answer = platform
+        .request(reqwest::Method::POST, "/v2/sandboxes")
+        .header("x-queue-timeout", "1")
+        .json(&json!({"templateID": "base"}))
+        .send()
+        .await
+        .expect("answers");
+    assert!(began.elapsed() >= std::time::Duration::from_secs(1));
+    assert_eq!(answer.status(), 429);
+    assert_eq!(answer.headers()["should-retry"], "true");
+    let body: Value = answer.json().await.expect("json");
+    assert_eq!(body["error_code"], "quota_exceeded");
+
+    let waiting = {
+        let body = json!({"templateID": "base", "queue": {"timeoutSeconds": 60}});
+        let request = platform
+            .request(reqwest::Method::POST, "/v2/sandboxes")
+            .json(&body);
+        tokio::spawn(async move { request.send().await.expect("answers") })
+    };
+    eventually("one waits", async || {
+        let body: Value = platform
+            .post("/v2/sandboxes", &json!({"templateID": "base"}))
+            .await
+            .json()
+            .await
+            .expect("json");
+        body["message"].as_str().expect("text").contains("others wait")
+    })
+    .await;
+    assert_eq!(
+        platform
+            .delete(&format!("/sandboxes/{}", holder.id))
+            .await
+            .status(),
+        204
+    );
+    assert_eq!(waiting.await.expect("joins").status(), 201);
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_leaves_the_queue() {
+    let quotas = Quotas {
+        max_sandboxes: 1,
+        ..Quotas::default()
+    };
+    let platform = Platform::start_with(quotas, FakeNode::new(), Limits::default()).await;
+    let holder = platform.create().await;
+    let plain = json!({"templateID": "base"});
+    let refusal = async || {
+        let body: Value = platform
+            .post("/v2/sandboxes", &plain)
+            .await
+            .json()
+            .await
+            .expect("json");
+        body["message"].as_str().unwrap_or_default().to_owned()
+    };
+    let body = json!({"templateID": "base", "queue": {"timeoutSeconds": 60}});
+    let gone = tokio::spawn(
+        platform
+            .request(reqwest::Method::POST, "/v2/sandboxes")
+            .json(&body)
+            .send(),
+    );
+    eventually("it waits", async || refusal().await.contains("others wait")).await;
+    gone.abort();
+    eventually("it has left", async || !refusal().await.contains("others wait")).await;
+    assert_eq!(
+        platform
+            .delete(&format!("/sandboxes/{}", holder.id))
+            .await
+            .status(),
+        204
+    );
+    assert_eq!(platform.node.live_count(), 0, "nothing is made for who is gone");
+    assert_eq!(platform.post("/v2/sandboxes", &plain).await.status(), 201);
 }

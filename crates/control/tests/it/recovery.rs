@@ -1,6 +1,6 @@
 //! What the store says and what the node does are made to agree.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
@@ -11,7 +11,7 @@ use space_api::{
     size::SizeClass,
 };
 use space_control::Limits;
-use space_node::SandboxStatus;
+use space_node::{Node as _, SandboxStatus};
 use space_store::{Claim, NewSandbox, Prior, Reservation, SqliteStore, Store as _};
 
 use crate::{
@@ -83,10 +83,14 @@ async fn the_next_start_settles_what_a_killed_platform_has_left() {
             template: "base".into(),
             size: SizeClass::DEFAULT,
             generation: 1,
+            node: "local".into(),
             metadata: std::collections::BTreeMap::new(),
+            labels: std::collections::BTreeMap::new(),
             access_token: None,
             traffic_token: None,
             mask_request_host: None,
+            wake_on_traffic: false,
+            on_idle: None,
             started_at: Timestamp::now(),
             deadline: Timestamp::now() + SignedDuration::from_secs(300),
         };
@@ -110,7 +114,6 @@ async fn the_next_start_settles_what_a_killed_platform_has_left() {
     let status = |id: &SandboxId| SandboxStatus {
         id: id.clone(),
         project: first.owner.project.id.clone(),
-        machine: "m0".to_owned(),
         state: SandboxState::Running,
         template: "base:latest".into(),
         template_digest: "sha256:00".into(),
@@ -173,8 +176,11 @@ async fn a_sandbox_that_is_being_created_is_let_be() {
     })
     .await;
     let id = platform.node.creates.lock().expect("not poisoned")[0].id.clone();
-    // Several comparisons go by.
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    let before = platform.node.lists.load(Ordering::SeqCst);
+    eventually("several comparisons go by", async || {
+        platform.node.lists.load(Ordering::SeqCst) >= before + 3
+    })
+    .await;
     let row = platform
         .store
         .sandbox(&id)
@@ -187,4 +193,51 @@ async fn a_sandbox_that_is_being_created_is_let_be() {
     );
     platform.node.gate.notify_one();
     assert_eq!(create.await.expect("joins").expect("answers").status(), 201);
+}
+
+#[tokio::test]
+async fn what_the_node_has_adopted_lives_on_as_the_node_says() {
+    let node = FakeNode::new();
+    let first = Platform::start_with(Quotas::default(), node.clone(), Limits::default()).await;
+    let (running, paused, moved) = (first.create().await, first.create().await, first.create().await);
+    let (directory, key) = (first.directory.clone(), first.owner.key.clone());
+    // As after a kill; what happens from now on is in no store.
+    first.server.abort();
+    node.pause(&paused.id).await.expect("pauses");
+    let later = Timestamp::now() + SignedDuration::from_secs(3000);
+    node.set_deadline(&moved.id, later).await.expect("moves");
+    node.crash(&running.id, false);
+
+    let second = Platform::start_in(
+        directory,
+        Quotas::default(),
+        node.clone(),
+        Limits::default(),
+        Some(key),
+    )
+    .await;
+    assert_eq!(cause(&second, &running.id).await, "vmm_failed");
+    let info = async |id: &SandboxId| {
+        let info: Value = second
+            .get(&format!("/sandboxes/{id}"))
+            .await
+            .json()
+            .await
+            .expect("json");
+        info
+    };
+    assert_eq!(info(&paused.id).await["state"], "paused");
+    let moved_info = info(&moved.id).await;
+    assert_eq!(moved_info["state"], "running");
+    let end: Timestamp = moved_info["endAt"].as_str().expect("text").parse().expect("time");
+    assert_eq!(end.as_microsecond(), later.as_microsecond());
+    // The cause can still be read once it was deleted as well.
+    assert_eq!(
+        second
+            .delete(&format!("/sandboxes/{}", running.id))
+            .await
+            .status(),
+        404
+    );
+    assert_eq!(cause(&second, &running.id).await, "vmm_failed");
 }

@@ -2,7 +2,10 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use space_api::{id::SandboxId, rest::Quotas};
+use space_api::{
+    id::SandboxId,
+    rest::{KeyRole, Quotas},
+};
 use space_store::Store as _;
 
 use crate::platform::{Platform, error};
@@ -243,7 +246,7 @@ async fn each_bad_input_has_its_own_answer() {
 async fn the_nodes_refusals_are_typed_and_say_whether_to_retry() {
     let platform = Platform::start().await;
     for (template, wanted, code, retry) in [
-        ("full", 503, "sandbox_capacity_unavailable", "true"),
+        ("full", 429, "sandbox_capacity_unavailable", "true"),
         ("broken", 500, "sandbox_create_failed", "true"),
         ("unusable", 503, "sandbox_no_compatible_node", "false"),
     ] {
@@ -291,7 +294,11 @@ async fn another_projects_sandbox_is_not_there() {
         .create_project("stranger", Quotas::default())
         .await
         .expect("project");
-    let (_, key) = platform.store.create_key(&stranger.id, "k").await.expect("key");
+    let (_, key) = platform
+        .store
+        .create_key(&stranger.id, "k", KeyRole::Project)
+        .await
+        .expect("key");
     let path = format!("/sandboxes/{}", sandbox.id);
     for (method, path) in [
         (Method::GET, path.clone()),
@@ -301,6 +308,11 @@ async fn another_projects_sandbox_is_not_there() {
         (Method::GET, format!("{path}/metrics")),
         (Method::GET, format!("{path}/logs")),
         (Method::GET, format!("/v1{path}")),
+        (Method::PATCH, format!("/v1{path}")),
+        (Method::POST, format!("/v1{path}/pause")),
+        (Method::POST, format!("/v1{path}/resume")),
+        (Method::GET, format!("/v1{path}/events")),
+        (Method::POST, format!("{path}/resume")),
     ] {
         let request = platform
             .client
@@ -330,7 +342,6 @@ async fn what_this_version_cannot_do_it_refuses_in_words() {
     let sandbox = platform.create().await;
     for (method, path) in [
         (Method::POST, format!("/sandboxes/{}/pause", sandbox.id)),
-        (Method::POST, format!("/sandboxes/{}/resume", sandbox.id)),
         (Method::POST, format!("/sandboxes/{}/fork", sandbox.id)),
         (Method::POST, format!("/sandboxes/{}/snapshots", sandbox.id)),
         (Method::PUT, format!("/sandboxes/{}/network", sandbox.id)),
@@ -349,7 +360,6 @@ async fn what_this_version_cannot_do_it_refuses_in_words() {
     }
     for field in [
         json!({"autoPause": true}),
-        json!({"autoResume": {"enabled": true}}),
         json!({"mcp": {"browserbase": {}}}),
         json!({"iam": {"tokens": {"a": {}}}}),
         json!({"volumeMounts": [{"name": "v", "path": "/v"}]}),
@@ -371,7 +381,67 @@ async fn what_this_version_cannot_do_it_refuses_in_words() {
         json!({"allow_internet_access": false}),
         json!({"network": {"denyOut": ["0.0.0.0/0"], "allowOut": []}}),
         json!({"iam": {}}),
+        json!({"autoPause": false, "autoResume": {"enabled": false}}),
     ] {
         platform.create_with("/v2/sandboxes", harmless).await;
     }
+}
+
+#[tokio::test]
+async fn what_concerns_all_projects_takes_an_admin_key() {
+    let platform = Platform::start().await;
+    let made: Value = platform
+        .post("/v1/keys", &json!({"name": "ci"}))
+        .await
+        .json()
+        .await
+        .expect("json");
+    assert_eq!(made["role"], "project");
+    let key = made["key"].as_str().expect("secret");
+    let owners: Value = platform.get("/v1/keys").await.json().await.expect("json");
+    let owners_id = owners[0]["id"].as_str().expect("id");
+    assert_eq!(owners[0]["role"], "admin");
+    let send = async |method: Method, path: &str, body: &Value| {
+        let request = platform.client.request(method, format!("{}{path}", platform.url));
+        request
+            .header("x-api-key", key)
+            .json(body)
+            .send()
+            .await
+            .expect("answers")
+    };
+    for (method, path, body) in [
+        (Method::DELETE, "/templates/base".to_owned(), json!({})),
+        (
+            Method::POST,
+            "/v1/keys".to_owned(),
+            json!({"name": "x", "role": "admin"}),
+        ),
+        (Method::DELETE, format!("/v1/keys/{owners_id}"), json!({})),
+    ] {
+        let (status, answer) = error(send(method.clone(), &path, &body).await).await;
+        assert_eq!(
+            (status, answer["error_code"].as_str()),
+            (403, Some("forbidden")),
+            "{method} {path}"
+        );
+        assert!(answer["hint"].is_string());
+    }
+    // Its own project's affairs it sees to.
+    assert_eq!(
+        send(Method::POST, "/v1/keys", &json!({"name": "x"}))
+            .await
+            .status(),
+        201
+    );
+    assert_eq!(
+        send(Method::POST, "/v2/sandboxes", &json!({"templateID": "base"}))
+            .await
+            .status(),
+        201
+    );
+    let admin = platform
+        .post("/v1/keys", &json!({"name": "x", "role": "admin"}))
+        .await;
+    assert_eq!(admin.status(), 201);
 }

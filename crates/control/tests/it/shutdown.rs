@@ -55,9 +55,12 @@ async fn a_create_under_way_is_answered_and_an_endless_stream_is_ended() {
         platform.node.creates.lock().expect("not poisoned").len() == 2
     })
     .await;
-    let node = platform.node.clone();
+    let (node, port) = (platform.node.clone(), platform.port);
     let stopping = tokio::spawn(platform.stop());
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    eventually("nothing new is accepted", async || {
+        tokio::net::TcpStream::connect(("127.0.0.1", port)).await.is_err()
+    })
+    .await;
     node.gate.notify_one();
     let answer = create.await.expect("joins").expect("answers");
     assert_eq!(answer.status(), 201, "what had begun was finished");

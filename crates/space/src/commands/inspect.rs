@@ -40,7 +40,7 @@ impl Inspect {
         }
         let mut rows = vec![
             ("id", record.id.to_string()),
-            ("state", state_word(record.state).to_owned()),
+            ("state", record.state.as_str().to_owned()),
             ("template", record.template.clone()),
             ("digest", record.template_digest.clone()),
             (
@@ -91,18 +91,31 @@ impl Inspect {
                 ),
             ));
         }
-        for (name, value) in &record.metadata {
+        if let Some(machine) = &record.machine {
+            rows.push(("machine", machine.clone()));
+        }
+        if let Some(at) = record.paused_at {
+            rows.push(("paused", output::relative(at)));
+        } else if let Some(at) = record.idle_since {
+            rows.push(("idle", output::relative(at)));
+        } else if let Some(at) = record.last_active_at {
+            rows.push(("last active", output::relative(at)));
+        }
+        if let Some(policy) = record.on_idle {
+            let span = output::duration(Duration::from_secs(policy.after_seconds.into()));
+            rows.push(("when idle", format!("paused after {span}")));
+        }
+        for (name, value) in &record.labels {
             rows.push(("label", format!("{name}={value}")));
+        }
+        for (name, value) in &record.metadata {
+            rows.push(("metadata", format!("{name}={value}")));
         }
         for (name, value) in rows {
             output::line(format!("{name:<12} {}", output::printable(&value)))?;
         }
         Ok(ExitCode::SUCCESS)
     }
-}
-
-pub(crate) fn state_word(state: SandboxState) -> &'static str {
-    state.as_str()
 }
 
 /// A cause in plain words.

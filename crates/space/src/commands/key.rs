@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use serde_json::json;
+use space_api::rest::KeyRole;
 
 use crate::{cli::Global, error::CliError, output};
 
@@ -13,6 +14,9 @@ pub(crate) enum KeyCommand {
     Create {
         /// Name to tell it apart by
         name: String,
+        /// Let it also remove templates and make other such keys
+        #[arg(long)]
+        admin: bool,
     },
     /// List API keys
     Ls,
@@ -27,8 +31,9 @@ impl KeyCommand {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         let client = global.client()?;
         match self {
-            Self::Create { name } => {
-                let created = client.create_key(name).await?;
+            Self::Create { name, admin } => {
+                let role = if *admin { KeyRole::Admin } else { KeyRole::Project };
+                let created = client.create_key(name, role).await?;
                 if global.json {
                     output::json(&created)?;
                 } else {
@@ -51,13 +56,14 @@ impl KeyCommand {
                             vec![
                                 key.id,
                                 key.name,
+                                key.role.as_str().to_owned(),
                                 format!("{}…", key.shown),
                                 output::relative(key.created_at),
                                 state,
                             ]
                         })
                         .collect();
-                    output::table(&["id", "name", "key", "created", "state"], rows)?;
+                    output::table(&["id", "name", "role", "key", "created", "state"], rows)?;
                 }
             }
             Self::Revoke { id } => {

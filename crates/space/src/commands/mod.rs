@@ -4,11 +4,14 @@ mod completion;
 mod copy;
 mod create;
 mod doctor;
+mod edit;
+mod events;
 mod exec;
 mod inspect;
 mod key;
 mod list;
 mod options;
+mod pausing;
 mod pump;
 mod remove;
 mod run;
@@ -51,6 +54,16 @@ pub(crate) enum SandboxCommand {
     Ls(list::List),
     /// Show everything known of a sandbox, also after its end
     Inspect(inspect::Inspect),
+    /// Stop sandboxes, which stay in memory and keep their places
+    Pause(pausing::Pause),
+    /// Let paused sandboxes run on
+    Resume(pausing::Resume),
+    /// Keep a sandbox alive for at least so long from now
+    Extend(pausing::Extend),
+    /// Change the labels of a sandbox, or its metadata
+    Label(edit::Label),
+    /// Show what happened to a sandbox, also after its end, or follow all of the project
+    Events(events::Events),
     /// Run a command in a sandbox
     Exec(exec::Exec),
     /// Open a terminal in a sandbox
@@ -79,6 +92,11 @@ pub(crate) async fn dispatch(cli: Cli) -> Result<ExitCode, CliError> {
             SandboxCommand::Create(command) => command.run(&global).await,
             SandboxCommand::Ls(command) => command.run(&global).await,
             SandboxCommand::Inspect(command) => command.run(&global).await,
+            SandboxCommand::Pause(command) => command.run(&global).await,
+            SandboxCommand::Resume(command) => command.run(&global).await,
+            SandboxCommand::Extend(command) => command.run(&global).await,
+            SandboxCommand::Label(command) => command.run(&global).await,
+            SandboxCommand::Events(command) => command.run(&global).await,
             SandboxCommand::Exec(command) => Box::pin(command.run(&global)).await,
             SandboxCommand::Shell(command) => Box::pin(command.run(&global)).await,
             SandboxCommand::Cp(command) => Box::pin(command.run(&global)).await,

@@ -3,7 +3,11 @@
 use std::{str::FromStr, time::Duration};
 
 use clap::Args;
-use space_api::{id::SandboxId, size::SizeClass};
+use space_api::{
+    id::SandboxId,
+    lifecycle::{IdleAction, IdlePolicy, SandboxState},
+    size::SizeClass,
+};
 use space_client::SandboxOptions;
 
 /// What a new sandbox is to be like.
@@ -18,9 +22,21 @@ pub(crate) struct NewSandbox {
     /// Set an environment variable of every process in it; NAME alone takes the value from here
     #[arg(long, short = 'e', value_name = "NAME=VALUE")]
     pub(crate) env: Vec<Assignment>,
-    /// Attach a label
-    #[arg(long, value_name = "NAME=VALUE")]
+    /// Attach a label, by which it can be listed
+    #[arg(long, short = 'l', value_name = "NAME=VALUE")]
     pub(crate) label: Vec<Assignment>,
+    /// Attach metadata, as E2B's SDKs do
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub(crate) metadata: Vec<Assignment>,
+    /// Pause it, in memory, when it has done no work for this time, such as 5m
+    #[arg(long, value_name = "TIME", value_parser = idle)]
+    pub(crate) pause_when_idle: Option<IdlePolicy>,
+    /// Let traffic to its ports wake it when it is paused
+    #[arg(long)]
+    pub(crate) wake_on_traffic: bool,
+    /// Wait so long for room rather than be refused at once, 5m at most
+    #[arg(long, value_name = "TIME", value_parser = span)]
+    pub(crate) queue: Option<Duration>,
 }
 
 impl NewSandbox {
@@ -30,13 +46,17 @@ impl NewSandbox {
             size: self.size,
             timeout: lifetime,
             environment: pairs(&self.env),
-            metadata: pairs(&self.label),
+            metadata: pairs(&self.metadata),
+            labels: pairs(&self.label),
+            on_idle: self.pause_when_idle,
+            wake_on_traffic: self.wake_on_traffic,
+            queue: self.queue,
             idempotency_key: None,
         }
     }
 }
 
-fn pairs(assignments: &[Assignment]) -> std::collections::BTreeMap<String, String> {
+pub(crate) fn pairs(assignments: &[Assignment]) -> std::collections::BTreeMap<String, String> {
     assignments
         .iter()
         .map(|each| (each.name.clone(), each.value.clone()))
@@ -95,6 +115,33 @@ pub(crate) fn span(given: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(number * factor).map_err(|_| bad())
 }
 
+/// Parses how long a sandbox may be idle.
+fn idle(given: &str) -> Result<IdlePolicy, String> {
+    let seconds = span(given)?.as_secs();
+    let range = IdlePolicy::SECONDS;
+    u32::try_from(seconds)
+        .ok()
+        .filter(|seconds| range.contains(seconds))
+        .map(|after_seconds| IdlePolicy {
+            after_seconds,
+            action: IdleAction::Pause,
+        })
+        .ok_or_else(|| format!("expected {} to {} seconds", range.start(), range.end()))
+}
+
+/// Parses a state for clap.
+pub(crate) fn state(given: &str) -> Result<SandboxState, String> {
+    [
+        SandboxState::Creating,
+        SandboxState::Running,
+        SandboxState::Paused,
+        SandboxState::Ended,
+    ]
+    .into_iter()
+    .find(|state| state.as_str() == given)
+    .ok_or_else(|| "expected creating, running, paused or ended".to_owned())
+}
+
 /// Parses a sandbox id for clap.
 pub(crate) fn sandbox_id(given: &str) -> Result<SandboxId, String> {
     given
@@ -114,6 +161,10 @@ mod tests {
         for bad in ["", "x", "-1", "5y", "1e400s", "1..2"] {
             assert!(span(bad).is_err(), "{bad}");
         }
+        assert!(idle("5m").is_ok_and(|policy| policy.after_seconds == 300));
+        assert!(idle("1s").is_err() && idle("2d").is_err());
+        assert_eq!(state("paused"), Ok(SandboxState::Paused));
+        assert!(state("Paused").is_err());
         let parsed: Assignment = "A=b=c".parse().expect("valid");
         assert_eq!((parsed.name.as_str(), parsed.value.as_str()), ("A", "b=c"));
         assert!("=x".parse::<Assignment>().is_err());

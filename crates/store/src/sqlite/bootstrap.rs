@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use space_api::{
     id::{KeyId, ProjectId},
     key::ApiKey,
-    rest::{KeyRecord, Quotas},
+    rest::{KeyRecord, KeyRole, Quotas},
 };
 use sqlx::{Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 
@@ -32,7 +32,7 @@ pub(super) async fn ensure_default(
         let usable = match found {
             Some(row) => optional_time(&row, "revoked_at")?.is_none(),
             None => {
-                insert_key(connection, &project.id, "default", &key).await?;
+                insert_key(connection, &project.id, "default", KeyRole::Admin, &key).await?;
                 true
             }
         };
@@ -45,7 +45,7 @@ pub(super) async fn ensure_default(
         }
     }
     let key = ApiKey::random();
-    insert_key(connection, &project.id, "default", &key).await?;
+    insert_key(connection, &project.id, "default", KeyRole::Admin, &key).await?;
     Ok(Bootstrap {
         project,
         key,
@@ -118,17 +118,20 @@ pub(super) async fn insert_key(
     connection: &mut SqliteConnection,
     project: &ProjectId,
     name: &str,
+    role: KeyRole,
     key: &ApiKey,
 ) -> Result<KeyRecord, StoreError> {
     let record = KeyRecord {
         id: KeyId::random().into(),
         name: name.to_owned(),
+        role,
         shown: key.shown(),
         created_at: Timestamp::now(),
         revoked_at: None,
     };
     sqlx::query(
-        "INSERT INTO api_keys (id, project_id, name, shown, hash, created_at) VALUES ($1, $2, $3, $4, $5, $6)",
+        "INSERT INTO api_keys (id, project_id, name, shown, hash, created_at, role) \
+         VALUES ($1, $2, $3, $4, $5, $6, $7)",
     )
     .bind(&record.id)
     .bind(project.as_str())
@@ -136,6 +139,7 @@ pub(super) async fn insert_key(
     .bind(&record.shown)
     .bind(key.hash().as_str())
     .bind(micros(record.created_at))
+    .bind(role.as_str())
     .execute(connection)
     .await
     .while_asked_to("make an API key")?;
@@ -144,7 +148,7 @@ pub(super) async fn insert_key(
 
 pub(super) async fn keys(pool: &SqlitePool, project: &ProjectId) -> Result<Vec<KeyRecord>, StoreError> {
     sqlx::query(
-        "SELECT id, name, shown, created_at, revoked_at FROM api_keys WHERE project_id = $1 ORDER BY created_at, id",
+        "SELECT id, name, role, shown, created_at, revoked_at FROM api_keys WHERE project_id = $1 ORDER BY created_at, id",
     )
     .bind(project.as_str())
     .fetch_all(pool)
@@ -155,6 +159,7 @@ pub(super) async fn keys(pool: &SqlitePool, project: &ProjectId) -> Result<Vec<K
         Ok(KeyRecord {
             id: row.get("id"),
             name: row.get("name"),
+            role: role(row)?,
             shown: row.get("shown"),
             created_at: time(row, "created_at")?,
             revoked_at: optional_time(row, "revoked_at")?,
@@ -178,7 +183,7 @@ pub(super) async fn revoke(pool: &SqlitePool, project: &ProjectId, key: &KeyId) 
 
 pub(super) async fn authenticate(pool: &SqlitePool, key: &ApiKey) -> Result<Option<Principal>, StoreError> {
     sqlx::query(
-        "SELECT k.id AS key_id, p.id AS project_id, p.name AS project_name, p.max_sandboxes, p.max_vcpus, \
+        "SELECT k.id AS key_id, k.role, p.id AS project_id, p.name AS project_name, p.max_sandboxes, p.max_vcpus, \
          p.max_memory_mib, p.max_timeout_seconds \
          FROM api_keys k JOIN projects p ON p.id = k.project_id WHERE k.hash = $1 AND k.revoked_at IS NULL",
     )
@@ -190,9 +195,16 @@ pub(super) async fn authenticate(pool: &SqlitePool, key: &ApiKey) -> Result<Opti
         Ok(Principal {
             project: project(&row)?,
             key: id(&row, "key_id")?,
+            role: role(&row)?,
         })
     })
     .transpose()
+}
+
+fn role(row: &SqliteRow) -> Result<KeyRole, StoreError> {
+    KeyRole::from_word(row.get("role")).ok_or(StoreError::Corrupt {
+        column: "api_keys.role",
+    })
 }
 
 fn project(row: &SqliteRow) -> Result<Project, StoreError> {

@@ -60,18 +60,6 @@ pub(super) async fn take(
     Ok(None)
 }
 
-pub(super) async fn complete(
-    connection: &mut SqliteConnection,
-    sandbox: &SandboxId,
-) -> Result<(), StoreError> {
-    sqlx::query("UPDATE idempotency_keys SET state = 'done' WHERE sandbox_id = $1")
-        .bind(sandbox.as_str())
-        .execute(connection)
-        .await
-        .while_asked_to("complete an idempotency key")?;
-    Ok(())
-}
-
 pub(super) async fn release(
     connection: &mut SqliteConnection,
     sandbox: &SandboxId,
@@ -87,7 +75,7 @@ pub(super) async fn release(
 pub(super) async fn settle(pool: &SqlitePool) -> Result<u64, StoreError> {
     let done = sqlx::query(
         "UPDATE idempotency_keys SET state = CASE WHEN EXISTS (SELECT 1 FROM sandboxes s WHERE \
-         s.id = idempotency_keys.sandbox_id AND s.state = 'running') THEN 'done' ELSE 'unknown' END \
+         s.id = idempotency_keys.sandbox_id AND s.state IN ('running', 'paused')) THEN 'done' ELSE 'unknown' END \
          WHERE state = 'in_progress'",
     )
     .execute(pool)

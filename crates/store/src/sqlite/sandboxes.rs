@@ -1,23 +1,20 @@
-//! Sandboxes and their events.
+//! Sandboxes: what is written of them, one statement for each change of state. Their events are written by triggers.
+
+use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use space_api::{
     id::{ProjectId, SandboxId},
+    lifecycle::SandboxState,
     rest::ProjectUsage,
 };
-use sqlx::{QueryBuilder, Row as _, Sqlite, SqliteConnection, SqlitePool};
+use sqlx::{Row as _, SqliteConnection, SqliteExecutor, SqlitePool};
 
-use super::{
-    claims,
-    rows::{SANDBOX_COLUMNS, micros, number, sandbox, state_name, time},
-};
+use super::rows::{SANDBOX_COLUMNS, map_text, micros, number, sandbox, state_name};
 use crate::{
-    Cursor, End, Event, ListFilter, Listed, NewSandbox, Quota, Ready, SandboxRow, SortOrder, StoreError,
+    Edit, End, NewSandbox, NodeCapacity, Quota, Ready, Reservation, Room, SandboxRow, StoreError,
     error::Context as _,
 };
-
-/// Most events shown of one sandbox.
-const MAX_EVENTS: i64 = 1000;
 
 pub(super) async fn usage(
     connection: &mut SqliteConnection,
@@ -39,46 +36,28 @@ pub(super) async fn usage(
     })
 }
 
-/// Which quota one more sandbox would exceed. Must run in the transaction that inserts it.
-pub(super) async fn exceeded_quota(
-    connection: &mut SqliteConnection,
+/// Writes the sandbox if the project may have it and the node has room for it; `false` if not. One statement, so that
+/// nothing can come between the count and the row.
+pub(super) async fn insert<'c>(
+    connection: impl SqliteExecutor<'c>,
     new: &NewSandbox,
-) -> Result<Option<(Quota, u64)>, StoreError> {
-    let used = usage(connection, &new.project).await?;
-    let row = sqlx::query("SELECT max_sandboxes, max_vcpus, max_memory_mib FROM projects WHERE id = $1")
-        .bind(new.project.as_str())
-        .fetch_one(connection)
-        .await
-        .while_asked_to("read quotas")?;
-    let limit = |column: &'static str| u64::try_from(row.get::<i64, _>(column)).unwrap_or(0);
-    let wanted = [
-        (
-            Quota::Sandboxes,
-            u64::from(used.sandboxes) + 1,
-            limit("max_sandboxes"),
-        ),
-        (
-            Quota::Vcpus,
-            u64::from(used.vcpus) + u64::from(new.size.vcpus),
-            limit("max_vcpus"),
-        ),
-        (
-            Quota::Memory,
-            used.memory_mib + u64::from(new.size.memory_mib),
-            limit("max_memory_mib"),
-        ),
-    ];
-    Ok(wanted
-        .into_iter()
-        .find(|(_, wanted, limit)| wanted > limit)
-        .map(|(quota, _, limit)| (quota, limit)))
-}
-
-pub(super) async fn insert(connection: &mut SqliteConnection, new: &NewSandbox) -> Result<(), StoreError> {
-    sqlx::query(
+) -> Result<bool, StoreError> {
+    let done = sqlx::query(
         "INSERT INTO sandboxes (id, project_id, template, template_digest, vcpus, memory_mib, disk_mib, generation, \
-         state, metadata, access_token, traffic_token, mask_request_host, started_at, deadline) \
-         VALUES ($1, $2, $3, '', $4, $5, $6, $7, 'creating', $8, $9, $10, $11, $12, $13)",
+         state, metadata, access_token, traffic_token, mask_request_host, started_at, deadline, labels, node_id, \
+         wake_on_traffic, idle_pause_seconds, changed_at, change_detail) \
+         SELECT $1, p.id, $3, '', $4, $5, $6, $7, 'creating', $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $12, $18 \
+         FROM (SELECT q.*, \
+             (SELECT COUNT(*) FROM sandboxes WHERE project_id = $2 AND state <> 'ended') AS used_sandboxes, \
+             (SELECT COALESCE(SUM(vcpus), 0) FROM sandboxes WHERE project_id = $2 AND state <> 'ended') AS used_vcpus, \
+             (SELECT COALESCE(SUM(memory_mib), 0) FROM sandboxes WHERE project_id = $2 AND state <> 'ended') AS used_memory \
+             FROM projects q WHERE q.id = $2) p \
+         LEFT JOIN nodes n ON n.id = $15 \
+         WHERE p.used_sandboxes < p.max_sandboxes AND p.used_vcpus + $4 <= p.max_vcpus \
+         AND p.used_memory + $5 <= p.max_memory_mib AND (n.id IS NULL OR ( \
+             (SELECT COUNT(*) FROM sandboxes WHERE node_id = $15 AND state <> 'ended') < n.max_sandboxes \
+             AND (n.max_memory_mib IS NULL OR $5 + (SELECT COALESCE(SUM(memory_mib), 0) FROM sandboxes \
+                 WHERE node_id = $15 AND state <> 'ended') <= n.max_memory_mib)))",
     )
     .bind(new.id.as_str())
     .bind(new.project.as_str())
@@ -87,28 +66,107 @@ pub(super) async fn insert(connection: &mut SqliteConnection, new: &NewSandbox) 
     .bind(i64::from(new.size.memory_mib))
     .bind(i64::from(new.size.disk_mib))
     .bind(number(new.generation))
-    .bind(serde_json::to_string(&new.metadata).unwrap_or_else(|_| "{}".to_owned()))
+    .bind(map_text(&new.metadata))
     .bind(new.access_token.as_deref())
     .bind(new.traffic_token.as_deref())
     .bind(new.mask_request_host.as_deref())
     .bind(micros(new.started_at))
     .bind(micros(new.deadline))
-    .execute(&mut *connection)
+    .bind(map_text(&new.labels))
+    .bind(&new.node)
+    .bind(i64::from(new.wake_on_traffic))
+    .bind(new.on_idle.map(|policy| i64::from(policy.after_seconds)))
+    .bind(format!("create accepted, template {}", new.template))
+    .execute(connection)
     .await
     .while_asked_to("reserve a sandbox")?;
-    let detail = format!("create accepted, template {}", new.template);
-    add_event(connection, &new.id, new.started_at, "creating", &detail).await
+    Ok(done.rows_affected() > 0)
+}
+
+/// Why there is no room for one more; `None` if there is, for example because something has ended meanwhile.
+pub(super) async fn refusal(
+    connection: &mut SqliteConnection,
+    new: &NewSandbox,
+) -> Result<Option<Reservation>, StoreError> {
+    let what = "read quotas";
+    let used = usage(connection, &new.project).await?;
+    let limits = sqlx::query("SELECT max_sandboxes, max_vcpus, max_memory_mib FROM projects WHERE id = $1")
+        .bind(new.project.as_str())
+        .fetch_one(&mut *connection)
+        .await
+        .while_asked_to(what)?;
+    let node = sqlx::query(
+        "SELECT n.max_sandboxes, n.max_memory_mib, COUNT(s.id) AS used_sandboxes, \
+         COALESCE(SUM(s.memory_mib), 0) AS used_memory FROM nodes n \
+         LEFT JOIN sandboxes s ON s.node_id = n.id AND s.state <> 'ended' WHERE n.id = $1 GROUP BY n.id",
+    )
+    .bind(&new.node)
+    .fetch_optional(connection)
+    .await
+    .while_asked_to(what)?;
+    let unsigned = |value: i64| u64::try_from(value).unwrap_or(0);
+    let limit = |column: &'static str| unsigned(limits.get(column));
+    let (vcpus, memory) = (u64::from(new.size.vcpus), u64::from(new.size.memory_mib));
+    let quotas = [
+        (
+            Quota::Sandboxes,
+            u64::from(used.sandboxes) + 1,
+            limit("max_sandboxes"),
+        ),
+        (Quota::Vcpus, u64::from(used.vcpus) + vcpus, limit("max_vcpus")),
+        (Quota::Memory, used.memory_mib + memory, limit("max_memory_mib")),
+    ];
+    if let Some((quota, _, limit)) = quotas.into_iter().find(|(_, wanted, limit)| wanted > limit) {
+        return Ok(Some(Reservation::QuotaExceeded { quota, limit }));
+    }
+    let Some(node) = node else {
+        return Ok(None);
+    };
+    let rooms = [
+        (
+            Room::Sandboxes,
+            unsigned(node.get("used_sandboxes")) + 1,
+            Some(unsigned(node.get("max_sandboxes"))),
+        ),
+        (
+            Room::Memory,
+            unsigned(node.get("used_memory")) + memory,
+            node.get::<Option<i64>, _>("max_memory_mib").map(unsigned),
+        ),
+    ];
+    Ok(rooms.into_iter().find_map(|(room, wanted, limit)| {
+        let limit = limit.filter(|limit| wanted > *limit)?;
+        Some(Reservation::NodeFull { room, limit })
+    }))
+}
+
+pub(super) async fn register_node(pool: &SqlitePool, node: &NodeCapacity) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO nodes (id, max_sandboxes, max_memory_mib) VALUES ($1, $2, $3) \
+         ON CONFLICT (id) DO UPDATE SET max_sandboxes = excluded.max_sandboxes, max_memory_mib = excluded.max_memory_mib",
+    )
+    .bind(&node.name)
+    .bind(number(node.max_sandboxes))
+    .bind(node.max_memory_mib.map(number))
+    .execute(pool)
+    .await
+    .while_asked_to("register a node")?;
+    Ok(())
 }
 
 pub(super) async fn mark_running(
-    connection: &mut SqliteConnection,
+    pool: &SqlitePool,
     id: &SandboxId,
     generation: u64,
     ready: &Ready,
 ) -> Result<bool, StoreError> {
+    let detail = ready
+        .ready_ms
+        .map_or_else(|| "ready".to_owned(), |ms| format!("ready after {ms:.1} ms"));
     let done = sqlx::query(
         "UPDATE sandboxes SET state = 'running', template = $3, template_digest = $4, vcpus = $5, memory_mib = $6, \
-         disk_mib = $7, ready_ms = $8 WHERE id = $1 AND generation = $2 AND state = 'creating'",
+         disk_mib = $7, ready_ms = $8, changed_at = $9, change_detail = $10 \
+         WHERE id = $1 AND generation = $2 AND state = 'creating'",
     )
     .bind(id.as_str())
     .bind(number(generation))
@@ -118,47 +176,95 @@ pub(super) async fn mark_running(
     .bind(i64::from(ready.size.memory_mib))
     .bind(i64::from(ready.size.disk_mib))
     .bind(ready.ready_ms)
-    .execute(&mut *connection)
+    .bind(micros(Timestamp::now()))
+    .bind(detail)
+    .execute(pool)
     .await
     .while_asked_to("mark a sandbox as running")?;
-    if done.rows_affected() == 0 {
-        return Ok(false);
-    }
-    claims::complete(connection, id).await?;
-    let detail = ready
-        .ready_ms
-        .map_or_else(|| "ready".to_owned(), |ms| format!("ready after {ms:.1} ms"));
-    add_event(connection, id, Timestamp::now(), "running", &detail).await?;
-    Ok(true)
+    Ok(done.rows_affected() > 0)
 }
 
-pub(super) async fn end(
+pub(super) async fn set_paused(
+    pool: &SqlitePool,
+    id: &SandboxId,
+    generation: u64,
+    paused: bool,
+    why: &str,
+) -> Result<bool, StoreError> {
+    let (from, to) = if paused {
+        (SandboxState::Running, SandboxState::Paused)
+    } else {
+        (SandboxState::Paused, SandboxState::Running)
+    };
+    let done = sqlx::query(
+        "UPDATE sandboxes SET state = $4, changed_at = $5, change_detail = $6 \
+         WHERE id = $1 AND generation = $2 AND state = $3",
+    )
+    .bind(id.as_str())
+    .bind(number(generation))
+    .bind(state_name(from))
+    .bind(state_name(to))
+    .bind(micros(Timestamp::now()))
+    .bind(why)
+    .execute(pool)
+    .await
+    .while_asked_to("record a pause or resume")?;
+    Ok(done.rows_affected() > 0)
+}
+
+pub(super) async fn edit(
     connection: &mut SqliteConnection,
+    project: &ProjectId,
+    id: &SandboxId,
+    edit: &Edit,
+) -> Result<Option<SandboxRow>, StoreError> {
+    let found = by_id(connection, id).await?;
+    let Some(mut row) = found.filter(|row| row.sandbox.project == *project) else {
+        return Ok(None);
+    };
+    let merge = |map: &mut BTreeMap<String, String>, changes: &BTreeMap<String, Option<String>>| {
+        for (key, value) in changes {
+            match value {
+                Some(value) => map.insert(key.clone(), value.clone()),
+                None => map.remove(key),
+            };
+        }
+    };
+    merge(&mut row.sandbox.metadata, &edit.metadata);
+    merge(&mut row.sandbox.labels, &edit.labels);
+    sqlx::query("UPDATE sandboxes SET metadata = $2, labels = $3 WHERE id = $1")
+        .bind(id.as_str())
+        .bind(map_text(&row.sandbox.metadata))
+        .bind(map_text(&row.sandbox.labels))
+        .execute(connection)
+        .await
+        .while_asked_to("change what is written on a sandbox")?;
+    Ok(Some(row))
+}
+
+pub(super) async fn end<'c>(
+    connection: impl SqliteExecutor<'c>,
     id: &SandboxId,
     end: &End,
 ) -> Result<bool, StoreError> {
     let cause = serde_json::to_string(&end.cause).unwrap_or_else(|_| "null".to_owned());
     let done = sqlx::query(
-        "UPDATE sandboxes SET state = 'ended', ended_at = $3, end_cause = $4, cpu_micros = $5 \
-         WHERE id = $1 AND generation = $2 AND state <> 'ended'",
+        "UPDATE sandboxes SET state = 'ended', ended_at = $3, end_cause = $4, cpu_micros = $5, changed_at = $3, \
+         change_detail = $4 WHERE id = $1 AND generation = $2 AND state <> 'ended'",
     )
     .bind(id.as_str())
     .bind(number(end.generation))
     .bind(micros(end.ended_at))
     .bind(&cause)
     .bind(end.cpu_micros.map(number))
-    .execute(&mut *connection)
+    .execute(connection)
     .await
     .while_asked_to("record an end")?;
-    if done.rows_affected() == 0 {
-        return Ok(false);
-    }
-    add_event(connection, id, end.ended_at, "ended", &cause).await?;
-    Ok(true)
+    Ok(done.rows_affected() > 0)
 }
 
 pub(super) async fn set_deadline(
-    connection: &mut SqliteConnection,
+    pool: &SqlitePool,
     id: &SandboxId,
     deadline: Timestamp,
 ) -> Result<bool, StoreError> {
@@ -166,7 +272,7 @@ pub(super) async fn set_deadline(
     let done = sqlx::query("UPDATE sandboxes SET deadline = $2 WHERE id = $1 AND state <> 'ended'")
         .bind(id.as_str())
         .bind(micros(deadline))
-        .execute(connection)
+        .execute(pool)
         .await
         .while_asked_to("set a deadline")?;
     Ok(done.rows_affected() > 0)
@@ -176,173 +282,27 @@ pub(super) async fn by_id(
     connection: &mut SqliteConnection,
     id: &SandboxId,
 ) -> Result<Option<SandboxRow>, StoreError> {
-    select()
-        .push("id = ")
-        .push_bind(id.as_str().to_owned())
-        .build()
-        .fetch_optional(connection)
-        .await
-        .while_asked_to("read a sandbox")?
-        .map(|row| sandbox(&row))
-        .transpose()
+    sqlx::query(sqlx::AssertSqlSafe(format!(
+        "SELECT {SANDBOX_COLUMNS} FROM sandboxes WHERE id = $1"
+    )))
+    .bind(id.as_str())
+    .fetch_optional(connection)
+    .await
+    .while_asked_to("read a sandbox")?
+    .map(|row| sandbox(&row))
+    .transpose()
 }
 
 pub(super) async fn live(pool: &SqlitePool) -> Result<Vec<SandboxRow>, StoreError> {
-    select()
-        .push("state <> 'ended' ORDER BY started_at, id")
-        .build()
-        .fetch_all(pool)
-        .await
-        .while_asked_to("list live sandboxes")?
-        .iter()
-        .map(sandbox)
-        .collect()
-}
-
-pub(super) async fn list(
-    connection: &mut SqliteConnection,
-    project: &ProjectId,
-    filter: &ListFilter,
-) -> Result<Listed, StoreError> {
-    let limit = filter.limit.clamp(1, ListFilter::MAX_LIMIT);
-    let mut rows = Vec::new();
-    let mut cursor = filter.cursor.clone();
-    // Labels are compared here, not in SQL, so that both databases agree; pages are read until one is full.
-    loop {
-        let page = page(connection, project, filter, cursor.as_ref(), i64::from(limit) + 1).await?;
-        let more = page.len() > usize::try_from(limit).unwrap_or(usize::MAX);
-        for row in page {
-            let row = sandbox(&row)?;
-            cursor = Some(Cursor {
-                started_at: row.sandbox.started_at,
-                id: row.sandbox.id.clone(),
-            });
-            let matches = filter
-                .metadata
-                .iter()
-                .all(|(key, value)| row.sandbox.metadata.get(key) == Some(value));
-            if matches {
-                rows.push(row);
-            }
-            if rows.len() > usize::try_from(limit).unwrap_or(usize::MAX) {
-                break;
-            }
-        }
-        let full = rows.len() > usize::try_from(limit).unwrap_or(usize::MAX);
-        if full || !more {
-            if full {
-                rows.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
-            }
-            let next = rows.last().filter(|_| full).map(|last| Cursor {
-                started_at: last.sandbox.started_at,
-                id: last.sandbox.id.clone(),
-            });
-            return Ok(Listed { rows, next });
-        }
-    }
-}
-
-async fn page(
-    connection: &mut SqliteConnection,
-    project: &ProjectId,
-    filter: &ListFilter,
-    cursor: Option<&Cursor>,
-    limit: i64,
-) -> Result<Vec<sqlx::sqlite::SqliteRow>, StoreError> {
-    let mut query = select();
-    query.push("project_id = ").push_bind(project.as_str().to_owned());
-    query.push(" AND state IN (");
-    let mut states = query.separated(", ");
-    for state in &filter.states {
-        states.push_bind(state_name(*state));
-    }
-    query.push(")");
-    if let Some(template) = &filter.template {
-        query.push(" AND (template = ").push_bind(template.clone());
-        query.push(" OR template_digest = ").push_bind(template.clone());
-        // `name` stands for all its tags: between "name:" and "name;", the character after the colon.
-        query.push(" OR (template >= ").push_bind(format!("{template}:"));
-        query
-            .push(" AND template < ")
-            .push_bind(format!("{template};"))
-            .push("))");
-    }
-    if let Some(after) = filter.started_after {
-        query.push(" AND started_at >= ").push_bind(micros(after));
-    }
-    let (comparison, direction) = match filter.order {
-        SortOrder::Ascending => (">", "ASC"),
-        SortOrder::Descending => ("<", "DESC"),
-    };
-    if let Some(cursor) = cursor {
-        query
-            .push(" AND (started_at ")
-            .push(comparison)
-            .push(" ")
-            .push_bind(micros(cursor.started_at));
-        query
-            .push(" OR (started_at = ")
-            .push_bind(micros(cursor.started_at));
-        query
-            .push(" AND id ")
-            .push(comparison)
-            .push(" ")
-            .push_bind(cursor.id.as_str().to_owned())
-            .push("))");
-    }
-    query
-        .push(" ORDER BY started_at ")
-        .push(direction)
-        .push(", id ")
-        .push(direction);
-    query.push(" LIMIT ").push_bind(limit);
-    query
-        .build()
-        .fetch_all(connection)
-        .await
-        .while_asked_to("list sandboxes")
-}
-
-fn select() -> QueryBuilder<Sqlite> {
-    let mut query = QueryBuilder::new("SELECT ");
-    query.push(SANDBOX_COLUMNS).push(" FROM sandboxes WHERE ");
-    query
-}
-
-async fn add_event(
-    connection: &mut SqliteConnection,
-    id: &SandboxId,
-    at: Timestamp,
-    kind: &str,
-    detail: &str,
-) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO events (sandbox_id, at, kind, detail) VALUES ($1, $2, $3, $4)")
-        .bind(id.as_str())
-        .bind(micros(at))
-        .bind(kind)
-        .bind(detail)
-        .execute(connection)
-        .await
-        .while_asked_to("record an event")?;
-    Ok(())
-}
-
-pub(super) async fn events(pool: &SqlitePool, id: &SandboxId) -> Result<Vec<Event>, StoreError> {
-    sqlx::query("SELECT at, kind, detail FROM events WHERE sandbox_id = $1 ORDER BY id LIMIT $2")
-        .bind(id.as_str())
-        .bind(MAX_EVENTS)
-        .fetch_all(pool)
-        .await
-        .while_asked_to("read events")?
-        .iter()
-        .map(|row| {
-            Ok(Event {
-                at: time(row, "at")?,
-                kind: row.get("kind"),
-                detail: row.get("detail"),
-            })
-        })
-        .collect()
+    sqlx::query(sqlx::AssertSqlSafe(format!(
+        "SELECT {SANDBOX_COLUMNS} FROM sandboxes WHERE state <> 'ended' ORDER BY started_at, id"
+    )))
+    .fetch_all(pool)
+    .await
+    .while_asked_to("list live sandboxes")?
+    .iter()
+    .map(sandbox)
+    .collect()
 }
 
 pub(super) async fn prune(
