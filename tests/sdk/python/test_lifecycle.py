@@ -1,11 +1,24 @@
 """Create, list, look at, prolong and end sandboxes."""
 
 import datetime
+import os
+import subprocess
+import sys
+import time
 import uuid
 
+import httpx
 import pytest
 from e2b import Sandbox, SandboxQuery, SandboxState
 from e2b.exceptions import AuthenticationException, NotFoundException, SandboxException, TimeoutException
+
+
+def own(path, body=None):
+    """A call of our own API, which E2B's SDKs have no method for."""
+    headers = {"X-API-KEY": os.environ["E2B_API_KEY"]}
+    answer = httpx.post(os.environ["E2B_API_URL"] + path, headers=headers, json=body or {}, timeout=60)
+    assert answer.is_success, answer.text
+    return answer.json()
 
 
 def listed(**query):
@@ -124,9 +137,6 @@ def test_a_wrong_key_is_an_authentication_error():
 
 
 def test_a_sandbox_is_private_to_its_token(sandbox):
-    import httpx
-    import os
-
     answer = httpx.post(
         os.environ["E2B_SANDBOX_URL"] + "/process.Process/List",
         headers={
@@ -149,3 +159,87 @@ def test_an_idempotency_key_gives_the_same_sandbox_once():
         assert second.sandbox_id == first.sandbox_id
     finally:
         first.kill()
+
+
+def test_filters_by_state_and_pages_while_others_come_and_go():
+    tag = uuid.uuid4().hex
+    made = [Sandbox.create(metadata={"tag": tag}, timeout=120) for _ in range(3)]
+    try:
+        own(f"/v1/sandboxes/{made[1].sandbox_id}/pause")
+        paused = listed(metadata={"tag": tag}, state=[SandboxState.PAUSED])
+        assert [each.sandbox_id for each in paused] == [made[1].sandbox_id]
+        assert paused[0].state == SandboxState.PAUSED
+        running = listed(metadata={"tag": tag}, state=[SandboxState.RUNNING])
+        assert {each.sandbox_id for each in running} == {made[0].sandbox_id, made[2].sandbox_id}
+
+        pages = Sandbox.list(query=SandboxQuery(metadata={"tag": tag}), limit=2)
+        first = [each.sandbox_id for each in pages.next_items()]
+        assert first == [made[2].sandbox_id, made[1].sandbox_id]
+        made[2].kill()
+        with Sandbox.create(metadata={"tag": tag}, timeout=60):
+            assert [each.sandbox_id for each in pages.next_items()] == [made[0].sandbox_id]
+    finally:
+        for each in made:
+            each.kill()
+
+
+def test_connect_lets_a_paused_one_run_on_where_it_was(fresh):
+    fresh.files.write("/tmp/kept", "before")
+    counting = fresh.commands.run("i=0; while sleep 0.1; do i=$((i+1)); echo $i > /tmp/count; done", background=True)
+    boot = fresh.commands.run("cat /proc/sys/kernel/random/boot_id").stdout
+    end = fresh.get_info().end_at
+    assert own(f"/v1/sandboxes/{fresh.sandbox_id}/pause")["state"] == "paused"
+    assert fresh.get_info().state == SandboxState.PAUSED
+    assert fresh.is_running() is False, "a health check tells, and does not wake it"
+    assert fresh.get_info().state == SandboxState.PAUSED
+    assert fresh.get_info().end_at == end, "its time goes on counting"
+
+    again = Sandbox.connect(fresh.sandbox_id, timeout=10)
+    assert again.get_info().state == SandboxState.RUNNING
+    assert again.get_info().end_at >= end, "connect never shortens"
+    assert again.is_running()
+    assert again.files.read("/tmp/kept") == "before"
+    assert again.commands.run("cat /proc/sys/kernel/random/boot_id").stdout == boot
+    assert counting.pid in [each.pid for each in again.commands.list()]
+    guest = float(again.commands.run("date +%s.%N").stdout)
+    assert abs(guest - time.time()) < 5, "its clock was set"
+
+
+def test_a_call_wakes_a_paused_one(fresh):
+    own(f"/v1/sandboxes/{fresh.sandbox_id}/pause")
+    assert fresh.commands.run("echo awake").stdout == "awake\n"
+    assert fresh.get_info().state == SandboxState.RUNNING
+
+
+@pytest.mark.newest
+def test_pause_of_e2b_is_refused_with_what_to_do_instead(fresh):
+    with pytest.raises(SandboxException, match="not available"):
+        fresh.pause()
+    assert fresh.is_running()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("version", ["HTTP1", "HTTP2"])
+def test_create_and_run_over_either_version_of_http(version):
+    """Over TLS the SDK negotiates HTTP/2; without, it is told here, in a process of its own because it keeps its connections."""
+    script = f"""
+import e2b.api.client_sync as client
+from pyqwest import HTTPVersion
+plain = client.SyncHTTPTransport
+made = []
+def pinned(**options):
+    made.append(options)
+    return plain(**{{**options, "http_version": HTTPVersion.{version}}})
+client.SyncHTTPTransport = pinned
+from e2b import Sandbox
+with Sandbox.create(timeout=60) as sandbox:
+    assert sandbox.commands.run("echo over").stdout == "over\\n"
+    assert sandbox.sandbox_id in [each.sandbox_id for each in Sandbox.list().next_items()]
+assert made, "the SDK makes its transport in another way"
+print("{version}")
+"""
+    outcome = subprocess.run(
+        [sys.executable, "-c", script], env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.strip() == version

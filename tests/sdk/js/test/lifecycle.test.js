@@ -57,6 +57,53 @@ test('connect gives the same sandbox', async () => {
   assert.equal((await again.commands.run('echo $GREETING')).stdout, 'hello world\n')
 })
 
+/** A call of our own API, which E2B's SDKs have no method for. */
+async function own(path, body = {}) {
+  const answer = await fetch(process.env.E2B_API_URL + path, {
+    method: 'POST',
+    headers: { 'X-API-KEY': process.env.E2B_API_KEY, 'Content-Type': 'application/json' },
+    body: JSON.stringify(body),
+  })
+  assert.ok(answer.ok, `${path}: ${answer.status}`)
+  return answer.json()
+}
+
+test('connect and calls let a paused one run on', async () => {
+  const made = await Sandbox.create({ timeoutMs: 300_000, metadata: { tag: randomUUID() } })
+  try {
+    const { endAt, metadata } = await made.getInfo()
+    assert.equal((await own(`/v1/sandboxes/${made.sandboxId}/pause`)).state, 'paused')
+    assert.equal((await made.getInfo()).state, 'paused')
+    assert.deepEqual(await listed({ metadata, state: ['paused'] }), [made.sandboxId])
+    assert.deepEqual(await listed({ metadata, state: ['running'] }), [])
+    assert.equal(await made.isRunning(), false)
+    const again = await Sandbox.connect(made.sandboxId, { timeoutMs: 1000 })
+    assert.equal((await again.getInfo()).state, 'running')
+    assert.ok((await again.getInfo()).endAt >= endAt, 'connect never shortens')
+    await own(`/v1/sandboxes/${made.sandboxId}/pause`)
+    assert.equal((await made.commands.run('echo awake')).stdout, 'awake\n')
+  } finally {
+    await made.kill()
+  }
+})
+
+test('list pages', async () => {
+  const tag = randomUUID()
+  const made = []
+  for (let n = 0; n < 3; n++) made.push(await Sandbox.create({ timeoutMs: 60_000, metadata: { tag } }))
+  try {
+    const pages = Sandbox.list({ query: { metadata: { tag } }, limit: 2 })
+    const first = (await pages.nextItems()).map((each) => each.sandboxId)
+    assert.deepEqual(first, [made[2].sandboxId, made[1].sandboxId])
+    assert.equal(pages.hasNext, true)
+    await made[2].kill()
+    assert.deepEqual((await pages.nextItems()).map((each) => each.sandboxId), [made[0].sandboxId])
+    assert.equal(pages.hasNext, false)
+  } finally {
+    for (const each of made) await each.kill()
+  }
+})
+
 test('a sandbox ends at its timeout', async () => {
   const made = await Sandbox.create({ timeoutMs: 2000 })
   await eventually(async () => !(await made.isRunning()), 'the end by timeout')
