@@ -4,6 +4,8 @@
 //! `space-<installation>/<name>` in every hierarchy that is used, and always in the v2 tree if one is mounted:
 //! that gives `cgroup.kill` and a membership nothing can leave.
 
+mod disk;
+
 use std::{
     io,
     path::{Path, PathBuf},
@@ -14,7 +16,7 @@ use fs_err as fs;
 use rustix::{mount::MountFlags, process::Pid};
 use tokio::time::Instant;
 
-use crate::{GroupLimits, GroupUsage, ObjectName, PrivilegeError, failed};
+use crate::{GroupLimits, GroupUsage, IoLimits, ObjectName, PrivilegeError, failed};
 
 /// How long killed processes may take to be gone.
 const EMPTY_WITHIN: Duration = Duration::from_secs(5);
@@ -22,8 +24,17 @@ const EMPTY_WITHIN: Duration = Duration::from_secs(5);
 /// Period of the CPU quota, microseconds.
 const PERIOD_MICROS: u64 = 100_000;
 
+/// The controller of disk traffic by its name of today; in v1 it is `blkio`. Hosts do without it.
+pub(crate) const IO: &str = "io";
+
 /// The controllers that limits need.
 const CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
+
+/// The name of a controller that was heard of.
+pub(crate) fn controller(name: &str) -> &'static str {
+    let known = CONTROLLERS.into_iter().chain(["cpuacct", IO]);
+    known.into_iter().find(|c| *c == name).unwrap_or("asked for")
+}
 
 /// Where a controller is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,11 +58,60 @@ pub(crate) struct Hierarchies {
     parent: String,
     /// v2 first, if there is one.
     used: Vec<Hierarchy>,
+    /// The disk whose traffic is limited, or why none is.
+    disk: Result<disk::Disk, String>,
+}
+
+/// Where a controller is on this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Controller {
+    /// `memory`, `pids`, `cpu` or `io`.
+    pub name: &'static str,
+    /// 1 or 2; `None` if this host does not have it.
+    pub version: Option<u8>,
+    /// Mount point of its hierarchy.
+    pub mount: Option<PathBuf>,
+}
+
+/// Where the controllers are that machines are limited by.
+///
+/// # Errors
+/// If the mount table cannot be read.
+pub fn controllers() -> Result<Vec<Controller>, PrivilegeError> {
+    let table =
+        fs::read_to_string("/proc/self/mountinfo").map_err(|e| failed("reading the mount table", e))?;
+    let two = v2_mount(&table);
+    let available = match &two {
+        Some(mount) => fs::read_to_string(mount.join("cgroup.controllers")).unwrap_or_default(),
+        None => String::new(),
+    };
+    let find = |name: &'static str| {
+        if available.split_ascii_whitespace().any(|a| a == name) {
+            return (Some(2), two.clone());
+        }
+        let one = match name {
+            IO => disk::v1_mount(&table),
+            name => v1_mount(&table, name),
+        };
+        (one.as_ref().map(|_| 1), one)
+    };
+    let all = CONTROLLERS.into_iter().chain([IO]);
+    Ok(all
+        .map(|name| {
+            let (version, mount) = find(name);
+            Controller { name, version, mount }
+        })
+        .collect())
 }
 
 impl Hierarchies {
     /// Finds out what this host has.
-    pub(crate) fn detect(parent: String) -> Result<Self, PrivilegeError> {
+    /// `data` is a path on the disk whose traffic will be limited, if it will.
+    pub(crate) fn detect(parent: String, data: Option<&Path>) -> Result<Self, PrivilegeError> {
+        let disk = match data {
+            Some(path) => disk::disk_of(path),
+            None => Err("no data directory is configured".to_owned()),
+        };
         let mounts =
             fs::read_to_string("/proc/self/mountinfo").map_err(|e| failed("reading the mount table", e))?;
         let mut used = Vec::new();
@@ -59,6 +119,7 @@ impl Hierarchies {
             let available = fs::read_to_string(mount.join("cgroup.controllers")).unwrap_or_default();
             let controllers = CONTROLLERS
                 .into_iter()
+                .chain(disk.is_ok().then_some(IO))
                 .filter(|c| available.split_ascii_whitespace().any(|a| a == *c))
                 .collect::<Vec<_>>();
             favour_moves(&mount);
@@ -85,7 +146,18 @@ impl Hierarchies {
                 }),
             }
         }
-        Ok(Self { parent, used })
+        let two_has_io = used.iter().any(|h| h.controllers.contains(&IO));
+        if let Some(mount) = disk::v1_mount(&mounts).filter(|_| disk.is_ok() && !two_has_io) {
+            match used.iter_mut().find(|h| h.mount == mount) {
+                Some(hierarchy) => hierarchy.controllers.push(IO),
+                None => used.push(Hierarchy {
+                    mount,
+                    version: Version::One,
+                    controllers: vec![IO],
+                }),
+            }
+        }
+        Ok(Self { parent, used, disk })
     }
 
     /// Makes the group in every hierarchy and sets its limits. A group of that name that exists is limited anew.
@@ -134,7 +206,29 @@ impl Hierarchies {
                 write(&directory, "cpu.cfs_quota_us", &quota.to_string())?;
             }
         }
-        self.set_weight(name, limits.cpu_weight)
+        self.set_weight(name, limits.cpu_weight)?;
+        match &limits.io {
+            Some(io) => self.limit_io(name, io),
+            None => Ok(()),
+        }
+    }
+
+    /// Limits disk traffic where that is possible; where it is not, the machine goes without, which is told once.
+    fn limit_io(&self, name: &ObjectName, limits: &IoLimits) -> Result<(), PrivilegeError> {
+        static TOLD: std::sync::Once = std::sync::Once::new();
+        match (&self.disk, self.directory(IO, name)) {
+            (Ok(disk), Ok((version, directory))) => disk::limit(version, &directory, *disk, limits),
+            (Ok(_), Err(_)) => {
+                TOLD.call_once(|| {
+                    tracing::warn!("disk traffic is not limited: there is no controller for it")
+                });
+                Ok(())
+            }
+            (Err(reason), _) => {
+                TOLD.call_once(|| tracing::warn!(%reason, "disk traffic is not limited"));
+                Ok(())
+            }
+        }
     }
 
     /// Sets the share of the CPU that the group gets when there is not enough.

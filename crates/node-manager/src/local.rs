@@ -1,7 +1,7 @@
 //! [`LocalPrivileges`]: the privileged acts, performed in this process.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io,
     ops::RangeInclusive,
     os::fd::{AsFd, OwnedFd},
@@ -56,6 +56,8 @@ pub struct LocalOptions {
     pub group: u32,
     /// How much a monitor is shut in.
     pub confinement: Confinement,
+    /// A path on the disk whose traffic is limited by [`crate::IoLimits`].
+    pub data_directory: Option<PathBuf>,
 }
 
 impl Default for LocalOptions {
@@ -66,6 +68,7 @@ impl Default for LocalOptions {
             owner: rustix::process::geteuid().as_raw(),
             group: rustix::process::getegid().as_raw(),
             confinement: Confinement::Full,
+            data_directory: None,
         }
     }
 }
@@ -83,10 +86,17 @@ pub struct LocalPrivileges {
     groups: Arc<Hierarchies>,
     digests: Arc<Digests>,
     empty: Arc<jail::Empty>,
-    /// One task per living process, which reaps it.
-    watchers: Mutex<JoinSet<()>>,
+    watchers: Mutex<Watchers>,
     /// Held for as long as this value lives.
     _lock: OwnedFd,
+}
+
+/// Who waits for the ends of processes.
+#[derive(Debug, Default)]
+struct Watchers {
+    /// One task per living process, which reaps it: two would take the status from each other.
+    tasks: JoinSet<()>,
+    living: BTreeMap<ProcessIdentity, watch::Receiver<Option<ExitStatus>>>,
 }
 
 impl Drop for LocalPrivileges {
@@ -141,13 +151,44 @@ impl LocalPrivileges {
         network::prepare()?;
         Ok(Self {
             prefix: format!("space-{installation}-"),
-            options,
             empty: jail::Empty::new()?.into(),
-            groups: Hierarchies::detect(format!("space-{installation}"))?.into(),
+            groups: Hierarchies::detect(format!("space-{installation}"), options.data_directory.as_deref())?
+                .into(),
+            options,
             digests: Arc::default(),
             watchers: Mutex::default(),
             _lock: lock,
         })
+    }
+
+    /// Names of the groups and networks that there are.
+    pub(crate) fn names(&self) -> Result<(BTreeSet<ObjectName>, BTreeSet<ObjectName>), PrivilegeError> {
+        // A name of another form was not made here.
+        let valid = |names: Vec<String>| {
+            names
+                .into_iter()
+                .filter_map(|n| ObjectName::new(&n).ok())
+                .collect()
+        };
+        Ok((valid(self.groups.list()?), valid(network::list(&self.prefix)?)))
+    }
+
+    /// Memory, pagemap and map of a process of this installation.
+    pub(crate) fn open_memory_files(&self, process: ProcessIdentity) -> Result<[OwnedFd; 3], PrivilegeError> {
+        self.require_own(process)?;
+        process::open_memory(process)
+    }
+
+    /// Refuses a process that lives and is in no group of this installation.
+    fn require_own(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
+        let lives = || process::start_ticks(process.pid) == Some(process.start_ticks);
+        // In this order: who is gone in between is not told to be a stranger.
+        if lives() && !self.groups.holds(process.pid).unwrap_or(false) && lives() {
+            return Err(PrivilegeError::Refused {
+                what: format!("process {} is in no group of this installation", process.pid),
+            });
+        }
+        Ok(())
     }
 
     fn check_user(&self, uid: u32) -> Result<(), PrivilegeError> {
@@ -161,15 +202,24 @@ impl LocalPrivileges {
         })
     }
 
-    /// Has a task wait for the end of a process.
-    fn watch(&self, pidfd: OwnedFd) -> Result<watch::Receiver<Option<ExitStatus>>, PrivilegeError> {
+    /// Has a task wait for the end of a process, unless one does already.
+    fn watch(
+        &self,
+        process: ProcessIdentity,
+        pidfd: OwnedFd,
+    ) -> Result<watch::Receiver<Option<ExitStatus>>, PrivilegeError> {
+        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        while watchers.tasks.try_join_next().is_some() {}
+        watchers.living.retain(|_, exit| exit.borrow().is_none());
+        if let Some(exit) = watchers.living.get(&process) {
+            return Ok(exit.clone());
+        }
         // SAFETY: an `OwnedFd` is the same open descriptor for as long as it lives. The safe constructor is deprecated.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, tokio::io::Interest::READABLE) }
             .map_err(|e| failed("watching a process", e))?;
         let (tell, exit) = watch::channel(None);
-        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        while watchers.try_join_next().is_some() {}
-        watchers.spawn(async move {
+        watchers.living.insert(process, exit.clone());
+        watchers.tasks.spawn(async move {
             let status = reap(&pidfd).await;
             tell.send_replace(Some(status));
         });
@@ -225,6 +275,13 @@ impl Privileges for LocalPrivileges {
 
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError> {
         let membership = self.groups.membership_files(&process.name);
+        if let Some(namespace) = &process.network_namespace
+            && !network::holds(&self.prefix, namespace)?
+        {
+            return Err(PrivilegeError::Refused {
+                what: format!("{} is not to run in a network of this installation", process.name),
+            });
+        }
         self.check_user(process.uid)?;
         let (digests, empty) = (self.digests.clone(), self.empty.clone());
         let (jailed, filter) = match self.options.confinement {
@@ -242,7 +299,7 @@ impl Privileges for LocalPrivileges {
             Ok((spawn::spawn(process, &membership, &walls)?, executable))
         })
         .await?;
-        match self.watch(started.pidfd) {
+        match self.watch(started.identity, started.pidfd) {
             Ok(exit) => Ok(Spawned {
                 identity: started.identity,
                 executable,
@@ -258,11 +315,7 @@ impl Privileges for LocalPrivileges {
     async fn adopt(&self, process: ProcessIdentity) -> Result<Adopted, PrivilegeError> {
         let act = || format!("adopting process {}", process.pid);
         let pidfd = process::open(process)?.ok_or_else(|| process::gone(act()))?;
-        if !self.groups.holds(process.pid)? {
-            return Err(PrivilegeError::Refused {
-                what: format!("{}: it is in no group of this installation", act()),
-            });
-        }
+        self.require_own(process)?;
         let digests = self.digests.clone();
         let executable = blocking(move || digests.of_process(process.pid)).await?;
         // Still the same one, so all that was learnt is about it.
@@ -273,7 +326,7 @@ impl Privileges for LocalPrivileges {
             spawned: Spawned {
                 identity: process,
                 executable,
-                exit: self.watch(pidfd)?,
+                exit: self.watch(process, pidfd)?,
             },
             executable,
         })
@@ -285,25 +338,29 @@ impl Privileges for LocalPrivileges {
     }
 
     async fn kill(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
+        self.require_own(process)?;
         process::kill(process)
     }
 
     async fn open_memory(&self, process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
-        process::open_memory(process)
+        let [memory, pagemap, maps] = self.open_memory_files(process)?;
+        let maps = process::read_maps(maps)
+            .map_err(|e| failed(format!("reading the map of process {}", process.pid), e))?;
+        Ok(MachineMemory {
+            memory,
+            pagemap,
+            maps,
+        })
     }
 
     async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
-        let stale = |names: Vec<String>| {
-            // A name of another form was not made here.
-            let names = names.into_iter().filter_map(|n| ObjectName::new(&n).ok());
-            names.filter(|n| !keep.contains(n)).collect::<Vec<_>>()
-        };
+        let (groups, networks) = self.names()?;
         let mut report = SweepReport::default();
-        for name in stale(self.groups.list()?) {
+        for name in groups.difference(keep).cloned() {
             report.processes += self.groups.delete(&name).await?;
             report.groups += 1;
         }
-        for name in stale(network::list(&self.prefix)?) {
+        for name in networks.difference(keep).cloned() {
             self.delete_network(&name).await?;
             report.networks += 1;
         }

@@ -86,6 +86,16 @@ pub(crate) fn list(prefix: &str) -> Result<Vec<String>, PrivilegeError> {
     Ok(names)
 }
 
+/// Whether a descriptor is of a namespace whose name begins with `prefix`.
+pub(crate) fn holds(prefix: &str, namespace: &OwnedFd) -> Result<bool, PrivilegeError> {
+    let id = |status: rustix::fs::Stat| (status.st_dev, status.st_ino);
+    let wanted = rustix::fs::fstat(namespace).map_err(|e| failed("looking at a network namespace", e))?;
+    Ok(list(prefix)?.into_iter().any(|name| {
+        let path = Path::new(DIRECTORY).join(format!("{prefix}{name}"));
+        rustix::fs::stat(path).is_ok_and(|found| id(found) == id(wanted))
+    }))
+}
+
 fn remove(path: &Path) -> io::Result<()> {
     match rustix::mount::unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
         // Not a mount point: the act that made it was cut short.

@@ -9,11 +9,27 @@ use std::{
 };
 
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 /// The name of an owned object: 1 to 32 characters of `[a-z0-9-]`; equal to the sandbox id for a sandbox's objects.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct ObjectName(String);
+
+impl TryFrom<String> for ObjectName {
+    type Error = PrivilegeError;
+
+    fn try_from(name: String) -> Result<Self, PrivilegeError> {
+        Self::new(&name)
+    }
+}
+
+impl From<ObjectName> for String {
+    fn from(name: ObjectName) -> Self {
+        name.0
+    }
+}
 
 impl ObjectName {
     /// Checks the form.
@@ -101,7 +117,8 @@ pub struct Network {
 }
 
 /// Limits of one machine's cgroup, enforced by the host on the VMM process and all its threads.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GroupLimits {
     /// Bytes of memory, page cache of private files included.
     pub memory_bytes: u64,
@@ -116,7 +133,8 @@ pub struct GroupLimits {
 }
 
 /// Most traffic of one machine with one disk of the host; `None` is unlimited.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct IoLimits {
     /// Bytes read in a second.
     pub read_bytes_per_second: Option<u64>,
@@ -136,7 +154,8 @@ pub struct Group {
 }
 
 /// What a cgroup has used so far.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GroupUsage {
     /// CPU time in microseconds.
     pub cpu_micros: u64,
@@ -181,7 +200,8 @@ pub struct VmmProcess {
 }
 
 /// Identifies a process for ever: a pid alone is never trusted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ProcessIdentity {
     /// Process id.
     pub pid: u32,
@@ -190,7 +210,8 @@ pub struct ProcessIdentity {
 }
 
 /// How a process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum ExitStatus {
     /// By itself, with this code.
     Code(i32),
@@ -232,7 +253,8 @@ pub struct MachineMemory {
 }
 
 /// What [`Privileges::sweep`] removed, by kind.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SweepReport {
     /// Processes killed.
     pub processes: usize,

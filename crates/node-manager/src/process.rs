@@ -8,7 +8,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal},
 };
 
-use crate::{MachineMemory, PrivilegeError, ProcessIdentity, failed};
+use crate::{PrivilegeError, ProcessIdentity, failed, jail};
 
 /// Start time of a process, clock ticks since boot; `None` if there is no such process.
 pub(crate) fn start_ticks(pid: u32) -> Option<u64> {
@@ -49,7 +49,7 @@ pub(crate) fn gone(act: String) -> PrivilegeError {
 }
 
 /// Opens memory, pagemap and map of the process if it is still the same.
-pub(crate) fn open_memory(process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
+pub(crate) fn open_memory(process: ProcessIdentity) -> Result<[OwnedFd; 3], PrivilegeError> {
     let pid = process.pid;
     let gone = || gone(format!("opening the memory of process {pid}"));
     let pidfd = open(process)?.ok_or_else(gone)?;
@@ -63,17 +63,29 @@ pub(crate) fn open_memory(process: ProcessIdentity) -> Result<MachineMemory, Pri
     };
     let memory = open("mem", OFlags::RDWR)?;
     let pagemap = open("pagemap", OFlags::RDONLY)?;
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))
-        .map_err(|e| failed(format!("reading /proc/{pid}/maps"), e))?;
+    // Who may read it is decided now, so the reader need not be root.
+    let maps = open("maps", OFlags::RDONLY)?;
     drop(pidfd);
     // Still the same: so the pid was not reused while the files were opened.
     if start_ticks(pid) == Some(process.start_ticks) {
-        Ok(MachineMemory {
-            memory,
-            pagemap,
-            maps,
-        })
+        Ok([memory, pagemap, maps])
     } else {
         Err(gone())
     }
+}
+
+/// Reads a map; paths in it are as the process itself sees them.
+pub(crate) fn read_maps(maps: OwnedFd) -> io::Result<String> {
+    let text = io::read_to_string(std::fs::File::from(maps))?;
+    // A reader outside of a jail sees also what the jail's root is mounted on.
+    let root = format!(" {}/", jail::ROOT.to_string_lossy());
+    let mut seen = String::with_capacity(text.len());
+    for line in text.split_inclusive('\n') {
+        match line.split_once(&root) {
+            // Only the first: fields before the path hold none.
+            Some((fields, path)) => seen.extend([fields, " /", path]),
+            None => seen.push_str(line),
+        }
+    }
+    Ok(seen)
 }

@@ -40,10 +40,11 @@ const OOM_SCORE: &CStr = c"500";
 /// Host name inside, where nobody but a monitor asks for it.
 const HOST_NAME: &CStr = c"space";
 
-/// Note refusals in the kernel's log, and do not slow the monitor down by mitigations meant for untrusted code in the
-/// same process.
-const FILTER_FLAGS: c_long =
-    (libc::SECCOMP_FILTER_FLAG_LOG | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW).cast_signed();
+/// Do not slow the monitor down by mitigations meant for untrusted code in the same process.
+const FILTER: c_long = libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW.cast_signed();
+
+/// And note refusals in the kernel's log.
+const NOTING_FILTER: c_long = FILTER | libc::SECCOMP_FILTER_FLAG_LOG.cast_signed();
 
 /// Stack of the child until it runs the program, bytes.
 const STACK: usize = 64 * 1024;
@@ -72,7 +73,7 @@ struct Plan {
     membership: Vec<OwnedFd>,
     namespace: Option<OwnedFd>,
     jail: Option<Jail>,
-    filters: Vec<libc::sock_fprog>,
+    filters: Vec<(libc::sock_fprog, c_long)>,
     standard: [OwnedFd; 3],
     passed: Vec<(c_int, OwnedFd)>,
     uid: u32,
@@ -148,12 +149,17 @@ pub(crate) fn spawn(
         .jail
         .map(|empty| Jail::new(empty, &process.views, &process.program))
         .transpose()?;
-    let filters = if walls.filter { seccomp::filters()? } else { &[] };
+    let filters = if walls.filter {
+        let [absent, list] = seccomp::filters()?;
+        vec![(program(absent), FILTER), (program(list), NOTING_FILTER)]
+    } else {
+        Vec::new()
+    };
     let mut plan = Plan {
         membership,
         namespace: process.network_namespace,
         jail,
-        filters: filters.iter().map(|f| program(f)).collect(),
+        filters,
         standard,
         passed,
         uid: process.uid,
@@ -388,6 +394,14 @@ fn carry_out(plan: &Plan) -> Failure {
     if let Err(failure) = prefer_for_oom() {
         return failure;
     }
+    // What looks after monitors may be preferred by the scheduler; they are not.
+    call!(
+        "taking the usual priority",
+        libc::SYS_setpriority,
+        libc::PRIO_PROCESS,
+        0 as c_long,
+        zero
+    );
     call!("making a session", libc::SYS_setsid);
     match &plan.jail {
         Some(jail) => {
@@ -493,12 +507,12 @@ fn carry_out(plan: &Plan) -> Failure {
         ptr::null::<u64>(),
         8 as c_long
     );
-    for filter in &plan.filters {
+    for (filter, flags) in &plan.filters {
         call!(
             "installing its filter",
             libc::SYS_seccomp,
             libc::SECCOMP_SET_MODE_FILTER as c_long,
-            FILTER_FLAGS,
+            *flags,
             ptr::from_ref(filter)
         );
     }

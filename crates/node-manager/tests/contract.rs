@@ -1,0 +1,335 @@
+//! One suite for every implementation of the trait: in this process, over the socket, and the fake as far as it acts.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "helpers of tests are tests too"
+)]
+
+mod common;
+
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use common::{Installation, Remote, UID, ended, limits, name, opened};
+use fs_err as fs;
+use space_node_manager::{
+    ExitStatus, PrivilegeError, Privileges, ProcessIdentity, RecordingPrivileges, RemotePrivileges,
+};
+
+/// What every implementation does, and whether it really acts.
+async fn contract(privileges: &dyn Privileges, installation: &Installation, acts: bool) {
+    let (a, b) = (name("a"), name("b"));
+    // Removals succeed where there is nothing.
+    for missing in [&a, &b] {
+        privileges.delete_network(missing).await.unwrap();
+        privileges.kill_group(missing).await.unwrap();
+        privileges.delete_group(missing).await.unwrap();
+    }
+    for name in [&a, &b] {
+        let group = privileges.create_group(name, &limits()).await.unwrap();
+        assert_eq!(group.name, *name);
+    }
+    // Made twice is limited anew.
+    privileges.create_group(&a, &limits()).await.unwrap();
+    privileges.set_group_weight(&a, 1).await.unwrap();
+    privileges.set_group_weight(&a, 10_000).await.unwrap();
+    let first = privileges.create_network(&a).await.unwrap();
+    let network = privileges.create_network(&a).await.unwrap();
+    if acts {
+        let id = |fd| rustix::fs::fstat(fd).unwrap().st_ino;
+        assert_ne!(id(&first.namespace), id(&network.namespace), "it was made anew");
+    }
+    drop(first);
+
+    let mut process = installation.sleeper(&a);
+    process.network_namespace = Some(network.namespace);
+    let mut running = privileges.spawn(process).await.unwrap();
+    assert_eq!(*running.exit.borrow_and_update(), None);
+    assert!(privileges.group_usage(&a).await.is_ok());
+
+    // Watched twice, it is the same process, and both learn of its end.
+    let adopted = privileges.adopt(running.identity).await.unwrap();
+    assert_eq!(adopted.spawned.identity, running.identity);
+    assert_eq!(adopted.executable, running.executable);
+    assert_eq!(adopted.spawned.executable, running.executable);
+
+    let wrong = ProcessIdentity {
+        start_ticks: running.identity.start_ticks + 1,
+        ..running.identity
+    };
+    privileges.kill(wrong).await.unwrap();
+    assert!(privileges.adopt(wrong).await.is_err());
+    assert_eq!(*running.exit.borrow(), None, "the other one was not meant");
+    if acts {
+        assert!(privileges.open_memory(wrong).await.is_err());
+        let memory = privileges.open_memory(running.identity).await.unwrap();
+        assert!(memory.maps.contains("[stack]"), "{}", memory.maps);
+        assert!(memory.maps.contains(" /usr/"), "{}", memory.maps);
+    }
+    privileges.kill(running.identity).await.unwrap();
+    assert_eq!(ended(running.exit).await, ExitStatus::Signal(9));
+    let second = ended(adopted.spawned.exit).await;
+    assert!(
+        matches!(second, ExitStatus::Signal(9) | ExitStatus::Unknown),
+        "{second:?}"
+    );
+    privileges.kill(wrong).await.unwrap();
+
+    // A file is given, and only a file.
+    let path = installation.directory.path().join("file");
+    fs::write(&path, "x").unwrap();
+    privileges.give_file(opened(&path), UID).await.unwrap();
+    privileges.give_file(opened(&path), UID).await.unwrap();
+    if acts {
+        assert!(privileges.give_file(opened("/dev/null"), UID).await.is_err());
+        assert!(matches!(
+            privileges.give_file(opened(&path), 0).await,
+            Err(PrivilegeError::Refused { .. })
+        ));
+        let nowhere = privileges.group_usage(&name("nowhere")).await;
+        assert!(
+            matches!(nowhere, Err(PrivilegeError::System { .. })),
+            "{nowhere:?}"
+        );
+    }
+
+    // A sweep takes what is not kept.
+    let left = privileges.spawn(installation.sleeper(&a)).await.unwrap();
+    let kept = privileges.spawn(installation.sleeper(&b)).await.unwrap();
+    let report = privileges.sweep(&BTreeSet::from([b.clone()])).await.unwrap();
+    assert_eq!((report.processes, report.groups, report.networks), (1, 1, 1));
+    assert_eq!(ended(left.exit).await, ExitStatus::Signal(9));
+    assert_eq!(*kept.exit.borrow(), None);
+    privileges.delete_group(&b).await.unwrap();
+    assert_eq!(ended(kept.exit).await, ExitStatus::Signal(9));
+    let report = privileges.sweep(&BTreeSet::new()).await.unwrap();
+    assert_eq!((report.processes, report.groups, report.networks), (0, 0, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_this_process() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    contract(&installation.local(), &installation, true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn over_the_socket() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    contract(&*remote.privileges, &installation, true).await;
+    remote.stop().await;
+}
+
+#[tokio::test]
+async fn the_fake() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let fake = RecordingPrivileges::default();
+    contract(&fake, &installation, false).await;
+    assert_eq!(fake.remaining(), space_node_manager::SweepReport::default());
+}
+
+/// Machines outlive the node manager, and the next one tells of their end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_manager_that_is_restarted_loses_nothing() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let first = Remote::start(&installation).await;
+    let privileges = first.privileges.clone();
+    let a = name("a");
+    privileges.create_group(&a, &limits()).await.unwrap();
+    let running = privileges.spawn(installation.sleeper(&a)).await.unwrap();
+    let ends = privileges.spawn(installation.sleeper(&a)).await.unwrap();
+    first.stop_server().await;
+
+    // A call that is made meanwhile waits for the next one.
+    let asked = {
+        let (privileges, a) = (privileges.clone(), a.clone());
+        tokio::spawn(async move { privileges.group_usage(&a).await })
+    };
+    let pid = rustix::process::Pid::from_raw(i32::try_from(ends.identity.pid).unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    assert!(!asked.is_finished());
+    let second = Remote::serve(&installation);
+    asked.await.unwrap().unwrap();
+    // Here it is a child still, as it would not be of another process, so how it ended is known or not.
+    let status = ended(ends.exit).await;
+    assert!(
+        matches!(status, ExitStatus::Signal(9) | ExitStatus::Unknown),
+        "{status:?}"
+    );
+    assert_eq!(*running.exit.borrow(), None, "it lives");
+    privileges.kill_group(&a).await.unwrap();
+    let status = ended(running.exit).await;
+    assert!(
+        matches!(status, ExitStatus::Signal(9) | ExitStatus::Unknown),
+        "{status:?}"
+    );
+    privileges.sweep(&BTreeSet::new()).await.unwrap();
+    second.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_node_may_not_ask_is_refused() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    let privileges = &remote.privileges;
+    let a = name("a");
+    privileges.create_group(&a, &limits()).await.unwrap();
+    let refused = async |change: &dyn Fn(&mut space_node_manager::VmmProcess)| {
+        let mut process = installation.sleeper(&a);
+        change(&mut process);
+        match privileges.spawn(process).await {
+            Err(PrivilegeError::Refused { what }) => what,
+            other => panic!("{other:?}"),
+        }
+    };
+    refused(&|p| p.uid = 0).await;
+    refused(&|p| p.uid = UID - 1).await;
+    refused(&|p| p.program = "/usr/bin/env".into()).await;
+    refused(&|p| p.network_namespace = Some(opened("/proc/self/ns/net"))).await;
+    refused(&|p| p.log = Some(opened("/etc/hostname"))).await;
+    refused(&|p| drop(p.descriptors.insert(3, opened("/")))).await;
+    refused(&|p| drop(p.descriptors.insert(2, opened("/dev/null")))).await;
+    refused(&|p| {
+        p.views.push(space_node_manager::View {
+            path: "/usr/bin".into(),
+            source: opened("/tmp"),
+            writable: true,
+        });
+    })
+    .await;
+
+    // Processes that are not of the installation are nobody's business.
+    let own = common::identity(std::process::id());
+    for outcome in [
+        privileges.kill(own).await,
+        privileges.open_memory(own).await.map(drop),
+        privileges.adopt(own).await.map(drop),
+    ] {
+        assert!(
+            matches!(outcome, Err(PrivilegeError::Refused { .. })),
+            "{outcome:?}"
+        );
+    }
+
+    // A file of somebody else is not given away.
+    let path = installation.directory.path().join("foreign");
+    fs::write(&path, "x").unwrap();
+    std::os::unix::fs::chown(&path, Some(1), Some(1)).unwrap();
+    let outcome = privileges.give_file(opened(&path), UID).await;
+    assert!(
+        matches!(outcome, Err(PrivilegeError::Refused { .. })),
+        "{outcome:?}"
+    );
+
+    // No more machines than were configured.
+    let mut made = 0;
+    let refusal = loop {
+        match privileges
+            .create_group(&name(&format!("n{made}")), &limits())
+            .await
+        {
+            Ok(_) => made += 1,
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(refusal, PrivilegeError::Refused { .. }), "{refusal:?}");
+    assert_eq!(made, common::MACHINES - 1);
+    privileges.delete_group(&name("n0")).await.unwrap();
+    privileges.create_group(&name("other"), &limits()).await.unwrap();
+
+    // Nor limits that make no sense.
+    let mut senseless = limits();
+    senseless.pids = 0;
+    let outcome = privileges.create_group(&a, &senseless).await;
+    assert!(
+        matches!(outcome, Err(PrivilegeError::Refused { .. })),
+        "{outcome:?}"
+    );
+    privileges.create_group(&a, &limits()).await.unwrap();
+    privileges.sweep(&BTreeSet::new()).await.unwrap();
+    remote.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_the_nodes_user_may_connect() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let server = Remote::serve_for(&installation, 1);
+    let connecting = RemotePrivileges::connect(installation.socket());
+    // The peer is root and not user 1: it is never welcomed, so it goes on trying.
+    let outcome = tokio::time::timeout(Duration::from_secs(1), connecting).await;
+    assert!(outcome.is_err(), "{outcome:?}");
+    server.stop().await;
+}
+
+/// Bytes that are no message end the connection and nothing else.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_bytes_end_the_connection_only() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    let hello = br#"{"Hello":{"version":1}}"#.as_slice();
+    let requests: [&[&[u8]]; 7] = [
+        &[b"\0"],
+        &[b"{}"],
+        &[br#"{"Request":{"id":1,"call":"OpenKvm"}}"#],
+        &[hello, hello],
+        &[
+            hello,
+            br#"{"Request":{"id":1,"call":{"KillGroup":{"name":"../x"}}}}"#,
+        ],
+        &[hello, br#"{"Request":{"id":1,"call":{"Reboot":{}}}}"#],
+        &[hello, &[b'['; 60_000]],
+    ];
+    for request in requests {
+        let socket = common::connect(&installation.socket());
+        for part in request {
+            rustix::net::send(&socket, part, rustix::net::SendFlags::NOSIGNAL).ok();
+        }
+        assert!(common::is_closed(&socket), "{request:?}");
+        remote.privileges.kill_group(&name("a")).await.unwrap();
+    }
+    remote.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_is_quick() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    let privileges: Arc<RemotePrivileges> = remote.privileges.clone();
+    let a = name("a");
+    privileges.create_group(&a, &limits()).await.unwrap();
+    let mut times = Vec::new();
+    for _ in 0..200 {
+        let start = Instant::now();
+        privileges.set_group_weight(&a, 100).await.unwrap();
+        times.push(start.elapsed());
+    }
+    times.sort();
+    println!(
+        "set_group_weight over the socket: p50 {:?}, p90 {:?}",
+        times[100], times[180]
+    );
+    // Generous for a busy host; what is to be caught are timers and copies on the way.
+    assert!(times[100] < Duration::from_millis(2), "{:?}", times[100]);
+    privileges.sweep(&BTreeSet::new()).await.unwrap();
+    remote.stop().await;
+}
