@@ -37,7 +37,7 @@ async fn main() -> Result<()> {
     let lab = lab::lab("seam").await?;
     println!(
         "filesystem of the scratch directory: {}\n",
-        filesystem(lab.directory.path())?
+        filesystem(&lab.directory)?
     );
     println!(
         "A. qcow2 layers: a running guest with one virtio disk, paused for each switch, {LAYERS} in a row"
@@ -54,7 +54,7 @@ async fn main() -> Result<()> {
         "\nC. sparse copy of a raw disk of {} GiB (n = {REPEAT})",
         RAW >> 30
     );
-    copies(lab.directory.path(), "here", sparse_copy)?;
+    copies(&lab.directory, "here", sparse_copy)?;
     println!("\nD. reflink (FICLONE) of the same disk on XFS, loop-mounted (n = {REPEAT})");
     reflinks(&lab)?;
     lab.done().await
@@ -64,6 +64,7 @@ async fn main() -> Result<()> {
 async fn by_driver(lab: &Lab) -> Result<()> {
     let template = lab.template().await?;
     let (running, mut port) = lab.run(&template).await?;
+    let disks = lab.disks(&running.name)?;
     let mut times = Vec::new();
     for layer in 0..LAYERS {
         ensure!(port.ask(&format!("write {layer} some text")).await? == "written");
@@ -71,7 +72,7 @@ async fn by_driver(lab: &Lab) -> Result<()> {
         let start = Instant::now();
         running
             .machine
-            .freeze_disk(&lab.path(&format!("seam-{layer}.qcow2")))
+            .freeze_disk(&disks.join(format!("seam-{layer}.qcow2")))
             .await?;
         times.push(start.elapsed());
         running.machine.resume().await?;
@@ -146,7 +147,7 @@ impl Monitor {
 }
 
 async fn by_monitor(lab: &Lab, way: &str) -> Result<()> {
-    let directory = tempfile::tempdir_in(lab.directory.path())?;
+    let directory = tempfile::tempdir_in(&lab.directory)?;
     let base = directory.path().join("base");
     File::create(&base)?.set_len(lab::DISK)?;
     let file = |number: usize| directory.path().join(format!("{number}.qcow2"));

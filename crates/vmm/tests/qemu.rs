@@ -157,8 +157,8 @@ async fn a_delta_carries_memory_on(lab: &Lab, template: &lab::Template) -> Resul
 
     // The disk is not part of this: nothing of it was written.
     let mut snapshot = template.clone();
+    fs::set_permissions(&state, std::os::unix::fs::PermissionsExt::from_mode(0o444))?;
     snapshot.saved.state = state;
-    std::os::unix::fs::chown(&snapshot.saved.state, Some(lab::UID), None)?;
     let wish = Wish {
         delta: Some(delta),
         ..Wish::default()
@@ -176,6 +176,7 @@ async fn a_delta_carries_memory_on(lab: &Lab, template: &lab::Template) -> Resul
 
 async fn frozen_layers_hold_what_was_written(lab: &Lab, template: &lab::Template) -> Result<()> {
     let (running, mut port) = lab.run(template).await?;
+    let disks = lab.disks(&running.name)?;
     ensure!(port.ask("write 1 one").await? == "written");
     let mut frozen = Vec::new();
     for (number, text) in ["two", "three"].iter().enumerate() {
@@ -183,7 +184,7 @@ async fn frozen_layers_hold_what_was_written(lab: &Lab, template: &lab::Template
         let start = Instant::now();
         let layer = running
             .machine
-            .freeze_disk(&lab.path(&format!("freeze-{number}.qcow2")))
+            .freeze_disk(&disks.join(format!("freeze-{number}.qcow2")))
             .await?;
         println!("freeze {number}: {:?}", start.elapsed());
         running.machine.resume().await?;
@@ -201,8 +202,14 @@ async fn frozen_layers_hold_what_was_written(lab: &Lab, template: &lab::Template
     }
     // A file that is in the way is an error, and the disk goes on.
     running.machine.pause().await?;
-    let taken = running.machine.freeze_disk(&lab.path("freeze-1.qcow2")).await;
+    let taken = running.machine.freeze_disk(&disks.join("freeze-1.qcow2")).await;
     ensure!(matches!(taken, Err(VmmError::Io { .. })), "{taken:?}");
+    // Nor can it be switched to where the monitor sees nothing.
+    let elsewhere = running.machine.freeze_disk(&lab.path("elsewhere.qcow2")).await;
+    ensure!(
+        matches!(elsewhere, Err(VmmError::Unsupported { .. })),
+        "{elsewhere:?}"
+    );
     running.machine.resume().await?;
     ensure!(port.ask("read 2").await? == "text two");
     lab.remove(running).await?;

@@ -168,8 +168,8 @@ struct Layers {
     stray: Vec<String>,
 }
 
-/// The disk's layers from the list of all block nodes. The n-th layer rests on n others; one that was added, but never
-/// put on top, rests on none.
+/// The disk's layers from the list of all block nodes. Each layer but the first rests on another; one that was added,
+/// but never put on top, rests on none.
 fn layers(nodes: &Value) -> Layers {
     let nodes = nodes.as_array().map(Vec::as_slice).unwrap_or_default();
     let named = |name: &str| {
@@ -185,11 +185,12 @@ fn layers(nodes: &Value) -> Layers {
             0 => name.clone(),
             _ => command_line::file_node(number),
         };
-        let depth = named(&name).and_then(|node| node.get("backing_file_depth")?.as_u64());
-        match (depth, file(&below)) {
-            (Some(depth), Some(path)) if depth == number as u64 => found.layers.insert(0, path.to_owned()),
-            (depth, path) => {
-                found.stray.extend(depth.map(|_| name));
+        let node = named(&name);
+        let rests = number == 0 || node.is_some_and(|node| node.get("backing_file").is_some());
+        match (node, file(&below)) {
+            (Some(_), Some(path)) if rests => found.layers.insert(0, path.to_owned()),
+            (node, path) => {
+                found.stray.extend(node.map(|_| name));
                 found.stray.extend(path.map(|_| below));
                 return found;
             }
@@ -207,32 +208,36 @@ pub(super) fn is_gone(error: &PrivilegeError) -> bool {
 mod tests {
     use super::*;
 
-    fn node(name: &str, file: &str, depth: u64) -> Value {
-        json!({"node-name": name, "file": file, "backing_file_depth": depth, "ro": false})
+    fn node(name: &str, file: &str, backing: Option<&str>) -> Value {
+        let mut node = json!({"node-name": name, "file": file, "backing_file_depth": 0, "ro": false});
+        if let Some(backing) = backing {
+            node["backing_file"] = backing.into();
+        }
+        node
     }
 
     #[test]
     fn layers_are_found_and_one_that_was_never_put_on_top_is_not_taken_for_one() {
         let mut nodes = vec![
-            node("root", "/t/root", 0),
-            node("l1", "json:{}", 1),
-            node("f1", "/own/0", 0),
-            node("l0", "/t/disk", 0),
+            node("root", "/t/root", None),
+            node("l1", "json:{}", Some("/t/disk")),
+            node("f1", "/own/0", None),
+            node("l0", "/t/disk", None),
         ];
-        let paths = |paths: &[&str]| paths.iter().map(Into::into).collect::<Vec<_>>();
+        let paths = |paths: &[&str]| paths.iter().map(std::path::PathBuf::from).collect::<Vec<_>>();
         let found = layers(&Value::Array(nodes.clone()));
         assert_eq!(found.layers, paths(&["/own/0", "/t/disk"]));
         assert_eq!(found.stray, Vec::<String>::new());
 
-        nodes.push(node("f2", "/own/1", 0));
+        nodes.push(node("f2", "/own/1", None));
         assert_eq!(layers(&Value::Array(nodes.clone())).stray, ["f2"]);
-        nodes.push(node("l2", "json:{}", 0));
+        nodes.push(node("l2", "json:{}", None));
         let found = layers(&Value::Array(nodes.clone()));
         assert_eq!(found.layers, paths(&["/own/0", "/t/disk"]));
         assert_eq!(found.stray, ["l2", "f2"]);
 
         nodes.pop();
-        nodes.push(node("l2", "json:{}", 2));
+        nodes.push(node("l2", "json:{}", Some("json:{}")));
         let found = layers(&Value::Array(nodes));
         assert_eq!(found.layers, paths(&["/own/1", "/own/0", "/t/disk"]));
         assert_eq!(layers(&json!({"not": "a list"})), Layers::default());

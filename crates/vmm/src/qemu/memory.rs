@@ -6,7 +6,7 @@ use std::{
     io,
     os::{
         fd::{AsRawFd, OwnedFd},
-        unix::fs::FileExt,
+        unix::fs::{FileExt, MetadataExt},
     },
     path::Path,
 };
@@ -125,9 +125,13 @@ fn unmapped(base: &Path) -> VmmError {
 
 /// Where the file is mapped, in order; together they cover it.
 fn segments(maps: &str, base: &Path, size: u64) -> Result<Vec<Segment>, VmmError> {
-    let base = fs_err::canonicalize(base).map_err(|e| io_error("find", base, e))?;
-    let found = maps.lines().filter_map(|line| segment(line, &base)).collect();
-    covering(found, size).ok_or_else(|| unmapped(&base))
+    let metadata = fs_err::metadata(base).map_err(|e| io_error("find", base, e))?;
+    let device = metadata.dev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    // Not by its name, which is another one in the monitor's own mounts.
+    let file = format!("{major:02x}:{minor:02x} {} ", metadata.ino());
+    let found = maps.lines().filter_map(|line| segment(line, &file)).collect();
+    covering(found, size).ok_or_else(|| unmapped(base))
 }
 
 /// The segments in order, if they cover the file without gap or overlap.
@@ -143,12 +147,11 @@ pub(super) fn covering(mut segments: Vec<Segment>, size: u64) -> Option<Vec<Segm
     (covered == Some(size)).then_some(segments)
 }
 
-/// `start-end perms offset device inode   path`.
-pub(super) fn segment(line: &str, file: &Path) -> Option<Segment> {
+/// `start-end perms offset device inode   path`; `file` is the part `device inode ` of the one that is looked for.
+pub(super) fn segment(line: &str, file: &str) -> Option<Segment> {
     let (range, rest) = line.split_once(' ')?;
     let (_permissions, rest) = rest.split_once(' ')?;
     let (offset, rest) = rest.split_once(' ')?;
-    let path = rest.get(rest.find('/')?..)?;
     let (start, end) = range.split_once('-')?;
     let number = |digits| u64::from_str_radix(digits, 16).ok();
     let segment = Segment {
@@ -156,7 +159,7 @@ pub(super) fn segment(line: &str, file: &Path) -> Option<Segment> {
         end: number(end)?,
         offset: number(offset)?,
     };
-    (Path::new(path) == file && segment.start <= segment.end).then_some(segment)
+    (rest.starts_with(file) && segment.start <= segment.end).then_some(segment)
 }
 
 /// Runs of private pages: their segment, first and last address.
@@ -283,11 +286,19 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("base file");
         fs_err::write(&file, "").unwrap();
-        let path = fs_err::canonicalize(&file).unwrap();
+        let metadata = fs_err::metadata(&file).unwrap();
+        let (device, inode) = (metadata.dev(), metadata.ino());
+        let device = format!(
+            "{:02x}:{:02x}",
+            rustix::fs::major(device),
+            rustix::fs::minor(device)
+        );
+        // The second by another name, as in other mounts, and others that only look alike.
         let maps = format!(
-            "7f02000-7f04000 r-xp 00000000 fe:00 7 /usr/lib/x\n7f00000-7f02000 rw-p 00002000 fe:00 9    {0}\n\
-             7e00000-7e02000 rw-p 00000000 fe:00 9    {0}\n7e09000-7e0a000 rw-p 00000000 00:00 0\n",
-            path.display()
+            "7f02000-7f04000 r-xp 00000000 fe:00 7 /usr/lib/x\n7f00000-7f02000 rw-p 00002000 {device} {inode}    /a\n\
+             7e00000-7e02000 rw-p 00000000 {device} {inode}    {0}\n7e09000-7e0a000 rw-p 00000000 00:00 0\n\
+             7e0b000-7e0d000 rw-p 00004000 {device} {inode}9    {0}\n7e0e000-7e10000 rw-p 00004000 0{device} {inode}\n",
+            file.display()
         );
         let found = segments(&maps, &file, 0x4000).unwrap();
         assert_eq!(found.iter().map(|s| s.offset).collect::<Vec<_>>(), [0, 0x2000]);

@@ -46,7 +46,9 @@ pub struct Lab {
     pub driver: QemuDriver,
     pub privileges: Arc<dyn Privileges>,
     pub guest: Guest,
-    pub directory: TempDir,
+    pub directory: PathBuf,
+    /// Removed with the lab that made it.
+    _own: Option<TempDir>,
     next: AtomicU32,
 }
 
@@ -85,31 +87,45 @@ impl Default for Wish {
 /// A lab, or why there is none.
 pub async fn lab(installation: &str) -> Result<Lab> {
     ensure!(rustix::process::geteuid().is_root(), "needs root");
-    let guest = tokio::task::spawn_blocking(guest::guest).await??;
     let directory = tempfile::Builder::new().prefix("space-lab").tempdir()?;
     // The monitor's user passes through here.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     fs::set_permissions(directory.path(), open)?;
-    let privileges: Arc<dyn Privileges> =
-        Arc::new(LocalPrivileges::new(installation, directory.path().join("run"))?);
-    privileges.sweep(&BTreeSet::new()).await?;
+    let lab = Lab::at(installation, directory.path()).await?;
+    lab.privileges.sweep(&BTreeSet::new()).await?;
+    Ok(Lab {
+        _own: Some(directory),
+        ..lab
+    })
+}
+
+/// A driver as a node has one.
+pub async fn driver(privileges: Arc<dyn Privileges>) -> Result<QemuDriver> {
     let config = QemuConfig {
         accelerator: AcceleratorChoice::Auto,
         ..QemuConfig::default()
     };
-    let driver = QemuDriver::probe(config, privileges.clone()).await?;
-    Ok(Lab {
-        driver,
-        privileges,
-        guest,
-        directory,
-        next: AtomicU32::new(0),
-    })
+    Ok(QemuDriver::probe(config, privileges).await?)
 }
 
 impl Lab {
+    /// A lab in a directory that another has made; what that one left is kept.
+    pub async fn at(installation: &str, directory: &Path) -> Result<Self> {
+        let guest = tokio::task::spawn_blocking(guest::guest).await??;
+        let privileges: Arc<dyn Privileges> =
+            Arc::new(LocalPrivileges::new(installation, directory.join("run"))?);
+        Ok(Self {
+            driver: driver(privileges.clone()).await?,
+            privileges,
+            guest,
+            directory: directory.to_owned(),
+            _own: None,
+            next: AtomicU32::new(std::process::id()),
+        })
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
+        self.directory.join(name)
     }
 
     /// Gives a file to the user that machines run as.
@@ -147,7 +163,7 @@ impl Lab {
         let network = self.privileges.create_network(name).await?;
         step("network (made ahead by a node)");
         let directory = self.path(name.as_str());
-        make_directory(&directory)?;
+        make_directory(&directory, 0o700)?;
         step("directory");
         Ok(MachineSpec {
             name: name.clone(),
@@ -165,10 +181,19 @@ impl Lab {
         })
     }
 
+    /// The directory of a machine's disk layers: its user may pass, not write.
+    pub fn disks(&self, name: &ObjectName) -> Result<PathBuf> {
+        let directory = self.path(&format!("{name}.disks"));
+        if !directory.exists() {
+            make_directory(&directory, 0o711)?;
+        }
+        Ok(directory)
+    }
+
     /// Boots a machine on a new raw disk.
     pub async fn boot(&self) -> Result<Running> {
         let name = self.name("boot");
-        let disk = self.path(&format!("{name}.disk"));
+        let disk = self.disks(&name)?.join("disk");
         fs::File::create(&disk)?.set_len(DISK)?;
         self.give(&disk).await?;
         let mut steps = Vec::new();
@@ -210,7 +235,7 @@ impl Lab {
     /// Restores a machine, paused, on a new layer over the template's disk.
     pub async fn restore(&self, template: &Template, wish: Wish) -> Result<Running> {
         let name = self.name("clone");
-        let layer = self.path(&format!("{name}.qcow2"));
+        let layer = self.disks(&name)?.join("0.qcow2");
         let below = &template.disk[0].path;
         let start = Instant::now();
         self.driver.create_disk_layer(below, &layer).await?;
@@ -257,10 +282,9 @@ impl Lab {
     }
 }
 
-/// A directory that only its owner lists.
-fn make_directory(path: &Path) -> Result<()> {
+fn make_directory(path: &Path, mode: u32) -> Result<()> {
     fs::create_dir(path)?;
-    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
     Ok(())
 }
 
@@ -301,6 +325,26 @@ impl Talk {
             bail!("the port was closed");
         }
         Ok(line.trim_end().to_owned())
+    }
+
+    /// Asks until the guest answers. While nobody is connected it opens and closes the port again and again, and what
+    /// comes in just as it closes is lost.
+    pub async fn greet(&mut self) -> Result<()> {
+        let limit = Instant::now() + ANSWER;
+        for number in 0.. {
+            let greeting = format!("hello {number}-greeting");
+            self.say(&greeting).await?;
+            let again = Instant::now() + Duration::from_secs(2);
+            while let Some(rest) = again.checked_duration_since(Instant::now()) {
+                match tokio::time::timeout(rest, self.hear()).await {
+                    Ok(heard) if heard? == greeting => return Ok(()),
+                    Ok(_) => {}
+                    Err(_) => break,
+                }
+            }
+            ensure!(Instant::now() < limit, "the guest does not answer");
+        }
+        bail!("not in so many words")
     }
 
     pub async fn ask(&mut self, line: &str) -> Result<String> {
