@@ -200,36 +200,3 @@ pub fn identity(pid: u32) -> ProcessIdentity {
         start_ticks: rest.split_ascii_whitespace().nth(19).unwrap().parse().unwrap(),
     }
 }
-
-/// A connection without a node behind it.
-pub fn connect(path: &Path) -> OwnedFd {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )
-    .unwrap();
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    socket
-}
-
-/// Whether the other end closes, after whatever it still has to say.
-pub fn is_closed(socket: &OwnedFd) -> bool {
-    let mut buffer = [0; 4096];
-    loop {
-        let mut poll = [PollFd::new(socket, PollFlags::IN)];
-        let limit = rustix::time::Timespec {
-            tv_sec: 20,
-            tv_nsec: 0,
-        };
-        if rustix::event::poll(&mut poll, Some(&limit)) != Ok(1) {
-            return false;
-        }
-        match rustix::net::recv(socket, &mut buffer[..], rustix::net::RecvFlags::DONTWAIT) {
-            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => return true,
-            Ok(_) => {}
-            Err(_) => return false,
-        }
-    }
-}
