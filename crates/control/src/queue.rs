@@ -100,8 +100,11 @@ impl Queue {
             for_node,
         };
         state.waiting.insert(ticket, waiter);
-        // Room may have come between the refusal and this.
-        state.begin_round();
+        // Room may have come between the refusal and this, when nobody waited who could have been told. While somebody tries,
+        // whatever came is seen by them, or has been noted.
+        if state.trying.is_none() {
+            state.begin_round();
+        }
         drop(state);
         Ok(Place {
             queue: self.clone(),

@@ -58,13 +58,18 @@ impl Platform {
         let stop = CancellationToken::new();
         let token = stop.clone();
         let server = tokio::spawn(async move { control.serve(listener, token).await });
+        let url = format!("http://127.0.0.1:{port}");
+        let client = Client::builder().no_proxy().build().expect("client");
+        // Answered when the start is over, so that a test finds the node's room written down.
+        let health = client.get(format!("{url}/health")).send().await.expect("starts");
+        assert_eq!(health.status(), 200);
         Self {
             node,
             store,
-            url: format!("http://127.0.0.1:{port}"),
+            url,
             port,
             owner,
-            client: Client::builder().no_proxy().build().expect("client"),
+            client,
             stop,
             server,
             directory,
