@@ -10,15 +10,27 @@ mod common;
 
 use std::{
     collections::BTreeSet,
+    os::fd::OwnedFd,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use common::{Installation, Remote, UID, ended, limits, name, opened};
+use common::{Installation, LIMIT, SLEEP, UID, ended, limits, name, opened};
 use fs_err as fs;
-use space_node_manager::{
-    ExitStatus, PrivilegeError, Privileges, ProcessIdentity, RecordingPrivileges, RemotePrivileges,
+use rustix::{
+    event::{PollFd, PollFlags},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
+use space_node_manager::{
+    ExitStatus, LocalOptions, PrivilegeError, Privileges, ProcessIdentity, RecordingPrivileges,
+    RemotePrivileges, Server, ServerConfig,
+};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+/// Most machines of a test's server.
+const MACHINES: usize = 8;
 
 /// What every implementation does, and whether it really acts.
 async fn contract(privileges: &dyn Privileges, installation: &Installation, acts: bool) {
@@ -115,7 +127,12 @@ async fn in_this_process() {
     let Some(installation) = Installation::new() else {
         return;
     };
-    contract(&installation.local(), &installation, true).await;
+    contract(
+        &installation.local_with(LocalOptions::default()),
+        &installation,
+        true,
+    )
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -213,7 +230,7 @@ async fn what_a_node_may_not_ask_is_refused() {
     .await;
 
     // Processes that are not of the installation are nobody's business.
-    let own = common::identity(std::process::id());
+    let own = identity(std::process::id());
     for outcome in [
         privileges.kill(own).await,
         privileges.open_memory(own).await.map(drop),
@@ -247,7 +264,7 @@ async fn what_a_node_may_not_ask_is_refused() {
         }
     };
     assert!(matches!(refusal, PrivilegeError::Refused { .. }), "{refusal:?}");
-    assert_eq!(made, common::MACHINES - 1);
+    assert_eq!(made, MACHINES - 1);
     privileges.delete_group(&name("n0")).await.unwrap();
     privileges.create_group(&name("other"), &limits()).await.unwrap();
 
@@ -298,11 +315,11 @@ async fn hostile_bytes_end_the_connection_only() {
         &[hello, &[b'['; 60_000]],
     ];
     for request in requests {
-        let socket = common::connect(&installation.socket());
+        let socket = connect(&installation.socket());
         for part in request {
             rustix::net::send(&socket, part, rustix::net::SendFlags::NOSIGNAL).ok();
         }
-        assert!(common::is_closed(&socket), "{request:?}");
+        assert!(is_closed(&socket), "{request:?}");
         remote.privileges.kill_group(&name("a")).await.unwrap();
     }
     remote.stop().await;
@@ -332,4 +349,102 @@ async fn a_call_is_quick() {
     assert!(times[100] < Duration::from_millis(2), "{:?}", times[100]);
     privileges.sweep(&BTreeSet::new()).await.unwrap();
     remote.stop().await;
+}
+
+/// A node manager in this process, and a node that is connected to it.
+struct Remote {
+    privileges: Arc<RemotePrivileges>,
+    server: Serving,
+}
+
+/// A node manager in this process.
+struct Serving {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Serving {
+    async fn stop(self) {
+        self.stop.cancel();
+        tokio::time::timeout(LIMIT, self.task).await.unwrap().unwrap();
+    }
+}
+
+impl Remote {
+    async fn start(installation: &Installation) -> Self {
+        let server = Self::serve(installation);
+        let privileges = Arc::new(RemotePrivileges::connect(installation.socket()).await.unwrap());
+        Self { privileges, server }
+    }
+
+    fn serve(installation: &Installation) -> Serving {
+        Self::serve_for(installation, 0)
+    }
+
+    fn serve_for(installation: &Installation, owner: u32) -> Serving {
+        let mut config = ServerConfig::new(
+            &installation.name,
+            installation.directory.path(),
+            UID..=UID + 20,
+            (owner, owner),
+        );
+        config.programs = vec![SLEEP.into()];
+        config.machines = MACHINES;
+        let server = Server::bind(config, &installation.socket()).unwrap();
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(server.serve(stop.clone()));
+        Serving { stop, task }
+    }
+
+    async fn stop_server(self) {
+        self.server.stop().await;
+    }
+
+    async fn stop(self) {
+        drop(self.privileges);
+        self.server.stop().await;
+    }
+}
+
+/// Who a process is.
+fn identity(pid: u32) -> ProcessIdentity {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let (_, rest) = stat.rsplit_once(')').unwrap();
+    ProcessIdentity {
+        pid,
+        start_ticks: rest.split_ascii_whitespace().nth(19).unwrap().parse().unwrap(),
+    }
+}
+
+/// A connection without a node behind it.
+fn connect(path: &Path) -> OwnedFd {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    socket
+}
+
+/// Whether the other end closes, after whatever it still has to say.
+fn is_closed(socket: &OwnedFd) -> bool {
+    let mut buffer = [0; 4096];
+    loop {
+        let mut poll = [PollFd::new(socket, PollFlags::IN)];
+        let limit = rustix::time::Timespec {
+            tv_sec: 20,
+            tv_nsec: 0,
+        };
+        if rustix::event::poll(&mut poll, Some(&limit)) != Ok(1) {
+            return false;
+        }
+        match rustix::net::recv(socket, &mut buffer[..], rustix::net::RecvFlags::DONTWAIT) {
+            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => return true,
+            Ok(_) => {}
+            Err(_) => return false,
+        }
+    }
 }

@@ -7,31 +7,19 @@ use std::{
     fs::File,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
 
 use fs_err as fs;
-use rustix::{
-    event::{PollFd, PollFlags},
-    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
-};
 use space_node_manager::{
-    ExitStatus, GroupLimits, LocalOptions, LocalPrivileges, ObjectName, Privileges, ProcessIdentity,
-    RemotePrivileges, Server, ServerConfig, VmmProcess,
+    ExitStatus, GroupLimits, LocalOptions, LocalPrivileges, ObjectName, Privileges, VmmProcess,
 };
 use tempfile::TempDir;
-use tokio::{sync::watch, task::JoinHandle};
-use tokio_util::sync::CancellationToken;
+use tokio::sync::watch;
 
 /// The first user of a test's monitors.
 pub const UID: u32 = 40_330;
-
-/// Most machines of a test's server.
-pub const MACHINES: usize = 8;
 
 /// A program that is there everywhere and that nobody but root can change.
 pub const SLEEP: &str = "/usr/bin/sleep";
@@ -68,10 +56,6 @@ impl Installation {
 
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("manager.sock")
-    }
-
-    pub fn local(&self) -> LocalPrivileges {
-        self.local_with(LocalOptions::default())
     }
 
     pub fn local_with(&self, options: LocalOptions) -> LocalPrivileges {
@@ -113,61 +97,6 @@ impl Drop for Installation {
     }
 }
 
-/// A node manager in this process, and a node that is connected to it.
-pub struct Remote {
-    pub privileges: Arc<RemotePrivileges>,
-    server: Serving,
-}
-
-/// A node manager in this process.
-pub struct Serving {
-    stop: CancellationToken,
-    task: JoinHandle<()>,
-}
-
-impl Serving {
-    pub async fn stop(self) {
-        self.stop.cancel();
-        tokio::time::timeout(LIMIT, self.task).await.unwrap().unwrap();
-    }
-}
-
-impl Remote {
-    pub async fn start(installation: &Installation) -> Self {
-        let server = Self::serve(installation);
-        let privileges = Arc::new(RemotePrivileges::connect(installation.socket()).await.unwrap());
-        Self { privileges, server }
-    }
-
-    pub fn serve(installation: &Installation) -> Serving {
-        Self::serve_for(installation, 0)
-    }
-
-    pub fn serve_for(installation: &Installation, owner: u32) -> Serving {
-        let mut config = ServerConfig::new(
-            &installation.name,
-            installation.directory.path(),
-            UID..=UID + 20,
-            (owner, owner),
-        );
-        config.programs = vec![SLEEP.into()];
-        config.machines = MACHINES;
-        let server = Server::bind(config, &installation.socket()).unwrap();
-        let stop = CancellationToken::new();
-        let task = tokio::spawn(server.serve(stop.clone()));
-        Serving { stop, task }
-    }
-
-    pub async fn stop_server(self) {
-        self.server.stop().await;
-    }
-
-    pub async fn stop(self) {
-        drop(self.privileges);
-        self.server.stop().await;
-    }
-}
-
 pub async fn ended(mut exit: watch::Receiver<Option<ExitStatus>>) -> ExitStatus {
     let status = tokio::time::timeout(LIMIT, exit.wait_for(Option::is_some)).await;
     status.expect("it ends").unwrap().unwrap()
@@ -189,14 +118,4 @@ pub fn limits() -> GroupLimits {
 
 pub fn opened(path: impl AsRef<Path>) -> OwnedFd {
     File::open(path.as_ref()).unwrap().into()
-}
-
-/// Who a process is.
-pub fn identity(pid: u32) -> ProcessIdentity {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let (_, rest) = stat.rsplit_once(')').unwrap();
-    ProcessIdentity {
-        pid,
-        start_ticks: rest.split_ascii_whitespace().nth(19).unwrap().parse().unwrap(),
-    }
 }
