@@ -24,7 +24,7 @@ use std::{
 
 use fs_err as fs;
 use rustix::{
-    fs::{CWD, FileType, Mode, OFlags},
+    fs::{CWD, FileType, Mode, OFlags, ResolveFlags},
     mount::{
         FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags,
         UnmountFlags,
@@ -146,7 +146,7 @@ impl Jail {
                 writable,
             } in views
             {
-                let tree = rustix::mount::open_tree(source, "", copy() | OpenTreeFlags::AT_EMPTY_PATH)?;
+                let tree = tree_of(source.as_fd())?;
                 let is_directory = is_directory(source.as_fd())?;
                 close(tree.as_fd(), !writable)?;
                 // Inside another view its mount point is a file or directory of that view.
@@ -166,6 +166,33 @@ impl Jail {
         };
         make().map_err(|e| failed("preparing a monitor's view of the file system", e))
     }
+}
+
+/// A detached copy of the mount at `source`.
+///
+/// The kernel copies mounts of our own mount namespace only, and a node that its service manager has confined is in
+/// another one. Then the file is looked for under its name here, and must be the very same: what is made of it can be no
+/// more than the node has.
+fn tree_of(source: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let flags = copy() | OpenTreeFlags::AT_EMPTY_PATH;
+    match rustix::mount::open_tree(source, "", flags) {
+        Err(rustix::io::Errno::INVAL) => {}
+        tree => return Ok(tree?),
+    }
+    let path = fs::read_link(format!("/proc/self/fd/{}", source.as_raw_fd()))?;
+    let here = rustix::fs::openat2(
+        CWD,
+        &path,
+        OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+    )?;
+    let (given, found) = (rustix::fs::fstat(source)?, rustix::fs::fstat(&here)?);
+    if (given.st_dev, given.st_ino, given.st_mode) != (found.st_dev, found.st_ino, found.st_mode) {
+        let what = format!("{} is another file here than for the node", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    Ok(rustix::mount::open_tree(&here, "", flags)?)
 }
 
 /// Builds a root.
@@ -395,5 +422,51 @@ mod tests {
         let order = check(&views).unwrap();
         let order = order.iter().map(|v| v.path.to_str().unwrap()).collect::<Vec<_>>();
         assert_eq!(order, ["/a", "/a/b", "/a/b/c", "/a-b"]);
+    }
+
+    /// As it is for a node under `ProtectSystem=strict`.
+    #[test]
+    fn a_file_opened_in_another_mount_namespace_is_found_here() {
+        if !rustix::process::geteuid().is_root() {
+            println!("SKIPPED: not root");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        // The namespace lives as long as the thread, which waits for the end of the channel.
+        let open = |path: PathBuf| {
+            let (hand_over, opened) = std::sync::mpsc::channel();
+            let (hold, held) = std::sync::mpsc::channel::<()>();
+            std::thread::spawn(move || {
+                #[expect(
+                    deprecated,
+                    reason = "the replacement is unsafe only because of CLONE_FILES, which is not used"
+                )]
+                rustix::thread::unshare(UnshareFlags::NEWNS | UnshareFlags::FS).unwrap();
+                let file = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+                hand_over.send(file.unwrap()).unwrap();
+                held.recv().ok();
+            });
+            (opened.recv().unwrap(), hold)
+        };
+        let (foreign, _hold) = open(directory.path().to_owned());
+        let flags = copy() | OpenTreeFlags::AT_EMPTY_PATH;
+        assert!(
+            rustix::mount::open_tree(&foreign, "", flags).is_err(),
+            "the kernel copies it itself"
+        );
+        let tree = tree_of(foreign.as_fd()).unwrap();
+        let (given, found) = (
+            rustix::fs::fstat(&foreign).unwrap(),
+            rustix::fs::fstat(&tree).unwrap(),
+        );
+        assert_eq!((given.st_dev, given.st_ino), (found.st_dev, found.st_ino));
+
+        // Another one has taken its place.
+        let path = directory.path().join("file");
+        std::fs::write(&path, "first").unwrap();
+        let (first, _held) = open(path.clone());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "second").unwrap();
+        assert!(tree_of(first.as_fd()).is_err());
     }
 }

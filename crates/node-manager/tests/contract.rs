@@ -78,9 +78,16 @@ async fn contract(privileges: &dyn Privileges, installation: &Installation, acts
     assert_eq!(*running.exit.borrow(), None, "the other one was not meant");
     if acts {
         assert!(privileges.open_memory(wrong).await.is_err());
-        let memory = privileges.open_memory(running.identity).await.unwrap();
-        assert!(memory.maps.contains("[stack]"), "{}", memory.maps);
-        assert!(memory.maps.contains(" /usr/"), "{}", memory.maps);
+        // A spawn returns when the program has been chosen, a little before it is mapped.
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let maps = privileges.open_memory(running.identity).await.unwrap().maps;
+            if maps.contains("[stack]") && maps.contains(&format!(" {SLEEP}\n")) {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{maps}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
     privileges.kill(running.identity).await.unwrap();
     assert_eq!(ended(running.exit).await, ExitStatus::Signal(9));
