@@ -120,9 +120,19 @@ pub(crate) struct Life {
 }
 
 impl Life {
+    /// Stops its vCPUs or lets them run, behind the back of every handle.
+    pub(crate) fn stands(&self, still: bool) {
+        self.running.send_replace(!still);
+    }
+
     /// Whether its vCPUs run.
     pub(crate) fn runs(&self) -> bool {
         *self.running.borrow()
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn has_exited(&self) -> bool {
+        self.exit.borrow().is_some()
     }
 
     /// Has it die when it is let run the next time.
@@ -198,6 +208,15 @@ impl World {
                 .clone(),
             Home::Shared(handle) => handle.clone(),
         }
+    }
+
+    /// The host was switched off and on: nothing of before is there.
+    pub(crate) fn start_anew(&self) {
+        for (_, life) in locked(&self.machines).drain() {
+            life.exits(ExitReason::Killed);
+        }
+        locked(&self.groups).clear();
+        locked(&self.networks).clear();
     }
 
     /// Ends a node as a kill does: its tasks stop where they are, its machines live on.

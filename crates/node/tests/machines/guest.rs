@@ -23,7 +23,8 @@ pub(crate) async fn ask(data: &DataStream, request: Builder, body: Vec<u8>) -> (
 /// Runs a shell command as root to its end and answers what it printed.
 pub(crate) async fn shell(data: &DataStream, command: &str) -> String {
     let command = format!("({command}) > {OUTPUT} 2>&1");
-    let message = serde_json::json!({ "process": { "cmd": "/bin/sh", "args": ["-c", command] }, "stdin": false });
+    let message =
+        serde_json::json!({ "process": { "cmd": "/bin/sh", "args": ["-c", command] }, "stdin": false });
     let message = message.to_string();
     let mut body = vec![0];
     body.extend_from_slice(&u32::try_from(message.len()).expect("short").to_be_bytes());
