@@ -220,12 +220,14 @@ impl Hierarchies {
             (Ok(disk), Ok((version, directory))) => disk::limit(version, &directory, *disk, limits),
             (Ok(_), Err(_)) => {
                 TOLD.call_once(|| {
-                    tracing::warn!("disk traffic is not limited: there is no controller for it")
+                    tracing::warn!("disk traffic is not limited: there is no controller for it");
                 });
                 Ok(())
             }
             (Err(reason), _) => {
-                TOLD.call_once(|| tracing::warn!(%reason, "disk traffic is not limited"));
+                TOLD.call_once(|| {
+                    tracing::warn!(%reason, "disk traffic is not limited");
+                });
                 Ok(())
             }
         }

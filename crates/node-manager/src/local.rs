@@ -356,12 +356,12 @@ impl Privileges for LocalPrivileges {
     async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
         let (groups, networks) = self.names()?;
         let mut report = SweepReport::default();
-        for name in groups.difference(keep).cloned() {
-            report.processes += self.groups.delete(&name).await?;
+        for name in groups.difference(keep) {
+            report.processes += self.groups.delete(name).await?;
             report.groups += 1;
         }
-        for name in networks.difference(keep).cloned() {
-            self.delete_network(&name).await?;
+        for name in networks.difference(keep) {
+            self.delete_network(name).await?;
             report.networks += 1;
         }
         self.groups.remove_parents();

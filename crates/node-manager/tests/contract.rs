@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Installation, LIMIT, SLEEP, UID, ended, limits, name, opened};
+use common::{Installation, LIMIT, SLEEP, UID, ended, limits, name};
 use fs_err as fs;
 use rustix::{
     event::{PollFd, PollFlags},
@@ -31,6 +31,14 @@ use tokio_util::sync::CancellationToken;
 
 /// Most machines of a test's server.
 const MACHINES: usize = 8;
+
+fn socket(installation: &Installation) -> std::path::PathBuf {
+    installation.directory.path().join("manager.sock")
+}
+
+fn opened(path: impl AsRef<Path>) -> OwnedFd {
+    fs::File::open(path.as_ref()).unwrap().into_parts().0.into()
+}
 
 /// What every implementation does, and whether it really acts.
 async fn contract(privileges: &dyn Privileges, installation: &Installation, acts: bool) {
@@ -294,7 +302,7 @@ async fn only_the_nodes_user_may_connect() {
         return;
     };
     let server = Remote::serve_for(&installation, 1);
-    let connecting = RemotePrivileges::connect(installation.socket());
+    let connecting = RemotePrivileges::connect(socket(&installation));
     // The peer is root and not user 1: it is never welcomed, so it goes on trying.
     let outcome = tokio::time::timeout(Duration::from_secs(1), connecting).await;
     assert!(outcome.is_err(), "{outcome:?}");
@@ -322,7 +330,7 @@ async fn hostile_bytes_end_the_connection_only() {
         &[hello, &[b'['; 60_000]],
     ];
     for request in requests {
-        let socket = connect(&installation.socket());
+        let socket = connect(&socket(&installation));
         for part in request {
             rustix::net::send(&socket, part, rustix::net::SendFlags::NOSIGNAL).ok();
         }
@@ -380,7 +388,7 @@ impl Serving {
 impl Remote {
     async fn start(installation: &Installation) -> Self {
         let server = Self::serve(installation);
-        let privileges = Arc::new(RemotePrivileges::connect(installation.socket()).await.unwrap());
+        let privileges = Arc::new(RemotePrivileges::connect(socket(installation)).await.unwrap());
         Self { privileges, server }
     }
 
@@ -397,7 +405,7 @@ impl Remote {
         );
         config.programs = vec![SLEEP.into()];
         config.machines = MACHINES;
-        let server = Server::bind(config, &installation.socket()).unwrap();
+        let server = Server::bind(config, &socket(installation)).unwrap();
         let stop = CancellationToken::new();
         let task = tokio::spawn(server.serve(stop.clone()));
         Serving { stop, task }

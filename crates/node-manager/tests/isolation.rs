@@ -34,6 +34,14 @@ const PROBE: &str = env!("CARGO_BIN_EXE_isolation-probe");
 /// The user of the machine that is attacked.
 const VICTIM: u32 = UID + 1;
 
+fn socket(installation: &Installation) -> std::path::PathBuf {
+    installation.directory.path().join("manager.sock")
+}
+
+fn opened(path: impl AsRef<Path>) -> OwnedFd {
+    fs::File::open(path.as_ref()).unwrap().into_parts().0.into()
+}
+
 /// What lies around a monitor.
 struct Scene {
     installation: Installation,
@@ -67,14 +75,14 @@ impl Scene {
         set_mode(&base, 0o444);
         for (file, user) in [(own.join("0.qcow2"), UID), (disk.clone(), VICTIM)] {
             fs::write(&file, "disk").unwrap();
-            privileges.give_file(common::opened(&file), user).await.unwrap();
+            privileges.give_file(opened(&file), user).await.unwrap();
         }
         let channel = at("run/control.sock");
         let abstract_name = format!("space-test-{}", installation.name);
         let listeners = (
             UnixListener::bind(&channel).unwrap(),
             UnixListener::bind_addr(&SocketAddr::from_abstract_name(&abstract_name).unwrap()).unwrap(),
-            listen(&installation.socket()),
+            listen(&socket(&installation)),
         );
         let other = name("victim");
         privileges.create_group(&other, &limits()).await.unwrap();
@@ -115,7 +123,7 @@ impl Scene {
             format!("connect={}", self.channel.display()),
             format!("connect-abstract={}", self.abstract_name),
             // The node and its manager.
-            format!("connect-packets={}", self.installation.socket().display()),
+            format!("connect-packets={}", socket(&self.installation).display()),
             "list=/proc".to_owned(),
             "list=/sys".to_owned(),
             "read=/etc/passwd".to_owned(),

@@ -4,9 +4,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::File,
-    os::fd::OwnedFd,
-    path::{Path, PathBuf},
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
@@ -52,10 +49,6 @@ impl Installation {
             name: format!("c{}x{number}", std::process::id()),
             directory,
         })
-    }
-
-    pub fn socket(&self) -> PathBuf {
-        self.directory.path().join("manager.sock")
     }
 
     pub fn local_with(&self, options: LocalOptions) -> LocalPrivileges {
@@ -114,8 +107,4 @@ pub fn limits() -> GroupLimits {
         cpu_weight: 200,
         io: None,
     }
-}
-
-pub fn opened(path: impl AsRef<Path>) -> OwnedFd {
-    File::open(path.as_ref()).unwrap().into()
 }

@@ -1,5 +1,7 @@
 //! Tries what a monitor must not be able to do, and says how each attempt went. Run by `isolation.rs`.
 //!
+//! It uses the plain file functions, whose errors carry the kernel's number.
+//!
 //! Arguments are `ATTEMPT=OBJECT`; each is answered by a line `ATTEMPT=OBJECT ok` or `ATTEMPT=OBJECT ERRNO`.
 
 #![expect(clippy::print_stdout, reason = "its output is its result")]
