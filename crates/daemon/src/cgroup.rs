@@ -70,7 +70,8 @@ pub fn set_up() -> io::Result<AgentHome> {
     set(&daemon, "cpu.weight", "10000")?;
     let info = sysinfo();
     let total = u64::from(info.mem_unit) * info.totalram;
-    set(&agent, "memory.max", &agent_memory(total).to_string())?;
+    let free = available(&fs::read_to_string("/proc/meminfo")?).unwrap_or(total);
+    set(&agent, "memory.max", &agent_memory(total, free).to_string())?;
     let pid_max = number("/proc/sys/kernel/pid_max")?;
     let threads_max = number("/proc/sys/kernel/threads-max")?;
     set(
@@ -81,8 +82,8 @@ pub fn set_up() -> io::Result<AgentHome> {
     set(&agent, "cpu.weight", "100")?;
     // What the services set or read for each command; the agent may enable more below, and pays for it.
     set(&agent, "cgroup.subtree_control", "+cpu +memory +pids")?;
-    // Inherited by children: the services set it back for what they start.
-    fs::write("/proc/self/oom_score_adj", "-1000")?;
+    // The first process is never chosen when memory runs out, so it needs no score for that, which every program would
+    // inherit and have to set back.
     Ok(AgentHome {
         directory: agent,
         namespace,
@@ -114,11 +115,23 @@ fn agents_view() -> io::Result<OwnedFd> {
     Ok(File::open("/proc/thread-self/ns/cgroup")?.into())
 }
 
-/// Bytes the agent may use of `total`.
-fn agent_memory(total: u64) -> u64 {
-    total
+/// Bytes the agent may use of `total`, of which `available` are not taken by the kernel and the daemon already. A limit
+/// that is not really there would never be met: the machine would search all its memory for room, for tens of seconds,
+/// before it kills somebody.
+fn agent_memory(total: u64, available: u64) -> u64 {
+    available
+        .min(total)
         .saturating_sub(RESERVED_MEMORY.max(total / 20))
-        .max(total / 2)
+        .max(total / 4)
+}
+
+/// Bytes that programs could have now, by the kernel's account.
+fn available(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes * 1024)
 }
 
 /// Processes and threads the agent may have where the kernel allows `bound`.
@@ -306,9 +319,10 @@ mod tests {
 
     #[test]
     fn the_daemons_share_is_kept_from_the_agent() {
-        assert_eq!(agent_memory(512 << 20), 480 << 20);
-        assert_eq!(agent_memory(4 << 30), (4 << 30) - (4 << 30) / 20);
-        assert_eq!(agent_memory(40 << 20), 20 << 20);
+        assert_eq!(agent_memory(512 << 20, 480 << 20), 448 << 20);
+        assert_eq!(agent_memory(4 << 30, 4 << 30), (4 << 30) - (4 << 30) / 20);
+        assert_eq!(agent_memory(40 << 20, 20 << 20), 10 << 20);
+        assert_eq!(available("MemTotal: 9 kB\nMemAvailable:     2 kB\n"), Some(2048));
         assert_eq!(agent_pids(32768), 4096);
         assert_eq!(agent_pids(1800), 1544);
         assert_eq!(agent_pids(100), 64);

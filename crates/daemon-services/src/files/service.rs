@@ -1,6 +1,6 @@
 //! The Connect service `filesystem.Filesystem`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use connectrpc::{
@@ -27,6 +27,24 @@ use super::{FileError, Files, tree};
 pub(crate) struct Service(pub(crate) Arc<Files>);
 
 impl Service {
+    /// Does file work at the place that a request names, as the account it means, with the tables of owners' names at hand.
+    async fn at<T: Send + 'static>(
+        &self,
+        context: &RequestContext,
+        (text, raw): (&str, &[u8]),
+        work: impl FnOnce(&Path, &Names) -> Result<T, FileError> + Send + 'static,
+    ) -> Result<T, ConnectError> {
+        let (account, path) = self.locate(context, text, raw)?;
+        let etc = self.0.core.config.etc.clone();
+        let done = run_as(&account, move || work(&path, &Names::read(&etc))).await;
+        let failed = |source| FileError::Internal {
+            what: "act as",
+            path: account.name.clone(),
+            source,
+        };
+        Ok(done.map_err(failed)??)
+    }
+
     fn locate(
         &self,
         context: &RequestContext,
@@ -37,30 +55,13 @@ impl Service {
             .locate(named_user(context.headers()).as_deref(), request_path(text, raw))
     }
 
-    /// Runs file work as the account, with the tables of owners' names at hand.
-    async fn work<T: Send + 'static>(
-        &self,
-        account: &Account,
-        work: impl FnOnce(&Names) -> Result<T, FileError> + Send + 'static,
-    ) -> Result<T, ConnectError> {
-        let etc = self.0.core.config.etc.clone();
-        let done = run_as(account, move || work(&Names::read(&etc))).await;
-        let failed = |source| FileError::Internal {
-            what: "act as",
-            path: account.name.clone(),
-            source,
-        };
-        Ok(done.map_err(failed)??)
-    }
-
     async fn watch(
         &self,
         context: &RequestContext,
-        path: &str,
-        raw: &[u8],
+        (text, raw): (&str, &[u8]),
         options: WatchOptions,
     ) -> Result<Watch, FileError> {
-        let (account, path) = self.locate(context, path, raw)?;
+        let (account, path) = self.locate(context, text, raw)?;
         let etc = self.0.core.config.etc.clone();
         Watch::open(account, path, options, etc).await
     }
@@ -72,8 +73,9 @@ impl Filesystem for Service {
         context: RequestContext,
         request: ServiceRequest<'_, StatRequest>,
     ) -> ServiceResult<impl Encodable<StatResponse> + Send + use<'a>> {
-        let (account, path) = self.locate(&context, request.path, request.raw_path)?;
-        let entry = self.work(&account, move |names| tree::stat(&path, names)).await?;
+        let entry = self
+            .at(&context, (request.path, request.raw_path), tree::stat)
+            .await?;
         Response::ok(StatResponse {
             entry: entry.into(),
             ..StatResponse::default()
@@ -85,8 +87,9 @@ impl Filesystem for Service {
         context: RequestContext,
         request: ServiceRequest<'_, MakeDirRequest>,
     ) -> ServiceResult<impl Encodable<MakeDirResponse> + Send + use<'a>> {
-        let (account, path) = self.locate(&context, request.path, request.raw_path)?;
-        let entry = self.work(&account, move |names| tree::make(&path, names)).await?;
+        let entry = self
+            .at(&context, (request.path, request.raw_path), tree::make)
+            .await?;
         Response::ok(MakeDirResponse {
             entry: entry.into(),
             ..MakeDirResponse::default()
@@ -98,10 +101,13 @@ impl Filesystem for Service {
         context: RequestContext,
         request: ServiceRequest<'_, MoveRequest>,
     ) -> ServiceResult<impl Encodable<MoveResponse> + Send + use<'a>> {
-        let (account, from) = self.locate(&context, request.source, request.raw_source)?;
         let (_, to) = self.locate(&context, request.destination, request.raw_destination)?;
         let entry = self
-            .work(&account, move |names| tree::rename(&from, &to, names))
+            .at(
+                &context,
+                (request.source, request.raw_source),
+                move |from, names| tree::rename(from, &to, names),
+            )
             .await?;
         Response::ok(MoveResponse {
             entry: entry.into(),
@@ -115,9 +121,10 @@ impl Filesystem for Service {
         request: ServiceRequest<'_, ListDirRequest>,
     ) -> ServiceResult<impl Encodable<ListDirResponse> + Send + use<'a>> {
         let depth = request.depth;
-        let (account, path) = self.locate(&context, request.path, request.raw_path)?;
         let entries = self
-            .work(&account, move |names| tree::list(&path, depth, names))
+            .at(&context, (request.path, request.raw_path), move |path, names| {
+                tree::list(path, depth, names)
+            })
             .await?;
         Response::ok(ListDirResponse {
             entries,
@@ -130,8 +137,10 @@ impl Filesystem for Service {
         context: RequestContext,
         request: ServiceRequest<'_, RemoveRequest>,
     ) -> ServiceResult<impl Encodable<RemoveResponse> + Send + use<'a>> {
-        let (account, path) = self.locate(&context, request.path, request.raw_path)?;
-        self.work(&account, move |_| tree::remove(&path)).await?;
+        self.at(&context, (request.path, request.raw_path), |path, _| {
+            tree::remove(path)
+        })
+        .await?;
         Response::ok(RemoveResponse::default())
     }
 
@@ -146,7 +155,7 @@ impl Filesystem for Service {
             allow_network_mounts: request.allow_network_mounts,
         };
         let watch = self
-            .watch(&context, request.path, request.raw_path, options)
+            .watch(&context, (request.path, request.raw_path), options)
             .await?;
         Ok(Response::stream(watch::events(
             watch,
@@ -166,7 +175,7 @@ impl Filesystem for Service {
             allow_network_mounts: request.allow_network_mounts,
         };
         let watch = self
-            .watch(&context, request.path, request.raw_path, options)
+            .watch(&context, (request.path, request.raw_path), options)
             .await?;
         let watcher_id = self.0.watchers.add(watch)?;
         Response::ok(CreateWatcherResponse {
