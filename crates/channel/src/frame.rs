@@ -21,6 +21,8 @@ pub const MAX_FRAME: usize = HEADER_LENGTH + MAX_PAYLOAD;
 
 /// Kinds of the messages that begin a connection, see [`FrameDecoder`].
 pub(crate) const HELLO_KINDS: [u16; 2] = [crate::message::HELLO, crate::message::HELLO_ACK];
+/// No message that begins a connection has a longer payload.
+const MAX_HELLO_PAYLOAD: usize = 128;
 
 /// One checked frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,12 +66,15 @@ pub(crate) fn append(out: &mut Vec<u8>, kind: u16, flags: u16, sequence: u32, pa
 ///
 /// Holds at most two frames' worth of bytes. A frame that was cut short (the peer was restored in the middle of it) would
 /// make the reader wait for its rest and so swallow what follows; therefore a whole, valid *hello* found within an
-/// unfinished frame wins over it. No other message can contain a hello of the host: its strings are too short.
+/// unfinished frame wins over it. No other message can contain a hello of the host: its strings are too short. Whoever
+/// sends one byte at a time makes it look at each byte a bounded number of times all the same.
 #[derive(Debug, Default)]
 pub struct FrameDecoder {
     buffer: Vec<u8>,
     start: usize,
     skipped: u64,
+    /// Bytes of the unfinished frame in which no whole hello has been found.
+    looked: usize,
 }
 
 impl FrameDecoder {
@@ -108,11 +113,20 @@ impl FrameDecoder {
             match parse(pending) {
                 Parsed::Whole(frame, length) => {
                     self.start += length;
+                    self.looked = 0;
                     return Some(frame);
                 }
                 Parsed::Garbage => self.skip(1 + distance_to_magic(&pending[1..])),
                 Parsed::Unfinished => {
-                    let ahead = hello_within(pending)?;
+                    // One that was not whole before may have begun among the bytes already looked at.
+                    let from = self
+                        .looked
+                        .saturating_sub(HEADER_LENGTH + MAX_HELLO_PAYLOAD)
+                        .max(1);
+                    let Some(ahead) = hello_within(pending, from) else {
+                        self.looked = pending.len();
+                        return None;
+                    };
                     self.skip(ahead);
                 }
             }
@@ -121,6 +135,7 @@ impl FrameDecoder {
 
     fn skip(&mut self, bytes: usize) {
         self.start += bytes;
+        self.looked = 0;
         self.skipped += bytes as u64;
     }
 }
@@ -160,16 +175,25 @@ fn parse(bytes: &[u8]) -> Parsed {
     Parsed::Whole(frame, HEADER_LENGTH + length)
 }
 
-/// Where in an unfinished frame a whole hello begins.
-fn hello_within(pending: &[u8]) -> Option<usize> {
-    let mut at = 1;
+/// Where in an unfinished frame, at `from` or later, a whole hello begins.
+fn hello_within(pending: &[u8], from: usize) -> Option<usize> {
+    let mut at = from;
     loop {
         at += distance_to_magic(pending.get(at..)?);
-        match parse(pending.get(at..)?) {
-            Parsed::Whole(frame, _) if HELLO_KINDS.contains(&frame.kind) => return Some(at),
-            _ => at += 1,
+        let rest = pending.get(at..)?;
+        if may_be_hello(rest) && matches!(parse(rest), Parsed::Whole(..)) {
+            return Some(at);
         }
+        at += 1;
     }
+}
+
+/// Whether a header says so; the checksum of what is long is not worth computing for everything that looks like a beginning.
+fn may_be_hello(bytes: &[u8]) -> bool {
+    bytes.first_chunk::<HEADER_LENGTH>().is_some_and(|header| {
+        HELLO_KINDS.contains(&u16::from_le_bytes([header[4], header[5]]))
+            && word(header, 12) as usize <= MAX_HELLO_PAYLOAD
+    })
 }
 
 /// Bytes until the next place where a magic begins, or the end.

@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use space_channel::{
-    Activity, ChannelError, Event, GuestControl, GuestMessage, GuestState, HelloAck, HostControl, HostMessage,
-    HostRequest, Identity, IdentityMode, Nonce, Status, capabilities, open_data,
+    Activity, ChannelError, Event, GuestControl, GuestMessage, GuestState, HelloAck, HostControl,
+    HostMessage, HostRequest, Identity, IdentityMode, Nonce, Status, capabilities, open_data,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
