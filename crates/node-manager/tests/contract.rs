@@ -375,13 +375,23 @@ struct Remote {
 /// A node manager in this process.
 struct Serving {
     stop: CancellationToken,
-    task: JoinHandle<()>,
+    task: Option<JoinHandle<()>>,
+}
+
+impl Drop for Serving {
+    /// After a failed assertion it lets go of the installation, which is then swept.
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
 }
 
 impl Serving {
-    async fn stop(self) {
+    async fn stop(mut self) {
         self.stop.cancel();
-        tokio::time::timeout(LIMIT, self.task).await.unwrap().unwrap();
+        let task = self.task.take().unwrap();
+        tokio::time::timeout(LIMIT, task).await.unwrap().unwrap();
     }
 }
 
@@ -408,7 +418,10 @@ impl Remote {
         let server = Server::bind(config, &socket(installation)).unwrap();
         let stop = CancellationToken::new();
         let task = tokio::spawn(server.serve(stop.clone()));
-        Serving { stop, task }
+        Serving {
+            stop,
+            task: Some(task),
+        }
     }
 
     async fn stop_server(self) {
