@@ -9,7 +9,7 @@
 
 use std::{
     io,
-    os::unix::fs::DirBuilderExt as _,
+    os::unix::fs::{DirBuilderExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
     time::Instant,
@@ -206,10 +206,12 @@ impl Order<'_> {
     }
 }
 
-/// Not handed to another thread: that would take longer than the act.
+/// With this mode whatever the umask. Not handed to another thread: that would take longer than the act.
 fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    std::fs::DirBuilder::new().mode(mode).create(path).map_err(named)
+    std::fs::DirBuilder::new().mode(mode).create(path).map_err(named)?;
+    // Whatever the umask: a monitor passes through one of them.
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(named)
 }
 
 fn open(path: &Path) -> io::Result<std::fs::File> {
