@@ -6,34 +6,16 @@ mod stand;
 
 use std::{
     fs,
-    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
-use http::Request;
-use http_body_util::{BodyExt, Full};
-use space_channel::{
-    ChannelError, GuestState, HostMessage, Identity, IdentityMode, Nonce, Status, message::ENTROPY_LENGTH,
-};
-use stand::{LIMIT, Stand, connect, get, tunnel};
+use space_channel::{ChannelError, GuestState, HostMessage, IdentityMode, Nonce, Status};
+use stand::{LIMIT, Stand, connect, get, identity, run, tunnel};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpListener,
 };
-
-fn identity(mode: IdentityMode) -> Identity {
-    Identity {
-        mode,
-        realtime_ns: 1_800_000_000_000_000_000,
-        entropy: [1; ENTROPY_LENGTH],
-        generation: 4,
-        machine_id: [0xcd; 16],
-        boot_id: [2; 16],
-        hostname: "one".into(),
-        guest_token: "secret".into(),
-    }
-}
 
 #[tokio::test]
 async fn hello_identity_health_and_clock_are_answered() {
@@ -256,33 +238,6 @@ async fn control_is_answered_while_nobody_reads_the_data_port() {
     assert_eq!(get(&mut sender, "/health").await.unwrap().status(), 204);
 }
 
-/// Starts a program over the data port and returns all of its output's stream, undecoded.
-async fn run(sender: &mut stand::Sender, script: &str) -> Bytes {
-    let message = format!(
-        r#"{{"process":{{"cmd":"/bin/sh","args":["-c",{}]}},"stdin":false}}"#,
-        serde_json_string(script)
-    );
-    let mut body = vec![0];
-    body.extend_from_slice(&u32::try_from(message.len()).unwrap().to_be_bytes());
-    body.extend_from_slice(message.as_bytes());
-    let request = Request::post("http://guest/process.Process/Start")
-        .header("content-type", "application/connect+json")
-        .header("connect-protocol-version", "1")
-        .body(Full::from(body))
-        .unwrap();
-    let response = sender.send_request(request).await.unwrap();
-    assert_eq!(response.status(), 200);
-    tokio::time::timeout(LIMIT, response.into_body().collect())
-        .await
-        .unwrap()
-        .unwrap()
-        .to_bytes()
-}
-
-fn serde_json_string(text: &str) -> String {
-    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
-}
-
 fn children_of(pid: u32) -> Vec<String> {
     let mut states = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -331,88 +286,4 @@ async fn thousands_of_orphans_leave_no_zombie_and_take_no_status() {
     }
     assert_eq!(control.health(LIMIT).await.unwrap().processes, 0);
     assert_eq!(get(&mut sender, "/health").await.unwrap().status(), 204);
-}
-
-/// A cgroup v2 directory of this test's own; removed when dropped.
-struct OwnGroup(PathBuf);
-
-impl OwnGroup {
-    fn make() -> Option<Self> {
-        let root = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
-            .into_iter()
-            .map(Path::new)
-            .find(|root| root.join("cgroup.procs").exists() && root.join("cgroup.controllers").exists())?;
-        let group = root.join(format!("space-daemon-test-{}", std::process::id()));
-        fs::create_dir(&group).ok()?;
-        Some(Self(group))
-    }
-}
-
-impl Drop for OwnGroup {
-    fn drop(&mut self) {
-        drop(fs::write(self.0.join("cgroup.kill"), "1"));
-        let begun = Instant::now();
-        while begun.elapsed() < Duration::from_secs(5) && fs::remove_dir(&self.0).is_err() {
-            for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
-                drop(fs::remove_dir(entry.path()));
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-#[tokio::test]
-async fn the_agents_processes_freeze_and_thaw() {
-    let Some(group) = OwnGroup::make() else {
-        println!("SKIPPED: needs root and a cgroup v2 hierarchy");
-        return;
-    };
-    let stand = Stand::start(Some(&group.0));
-    let (control, ack) = stand.control().await;
-    assert_ne!(ack.capabilities & space_channel::capabilities::FREEZE, 0);
-    let mut sender = stand.session(&control).await;
-    let counter = stand.path("counter");
-    let script = format!("while :; do echo . >> {}; sleep 0.01; done", counter.display());
-    tokio::spawn(async move { run(&mut sender, &script).await });
-    let size = || fs::metadata(&counter).map_or(0, |data| data.len());
-    let begun = Instant::now();
-    while size() == 0 {
-        assert!(begun.elapsed() < LIMIT, "the program does not run");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    let report = control.freeze(Duration::from_secs(2), LIMIT).await.unwrap();
-    assert!(report.frozen, "{report:?}");
-    let frozen_at = size();
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(size(), frozen_at);
-    drop(control);
-    let goes_on = async |since: u64| {
-        let begun = Instant::now();
-        while size() == since {
-            assert!(begun.elapsed() < LIMIT, "the program does not go on");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    let (control, ack) = stand.control().await;
-    assert_eq!(ack.state, GuestState::Frozen);
-    control.thaw(5, LIMIT).await.unwrap();
-    goes_on(frozen_at).await;
-
-    // As in a machine that is started from a snapshot of frozen processes: its identity lets them go on.
-    assert!(
-        control
-            .freeze(Duration::from_secs(2), LIMIT)
-            .await
-            .unwrap()
-            .frozen
-    );
-    let frozen_at = size();
-    control
-        .identity(identity(IdentityMode::New), LIMIT)
-        .await
-        .unwrap();
-    goes_on(frozen_at).await;
-    drop(control);
-    let (_control, ack) = stand.control().await;
-    assert_eq!(ack.state, GuestState::Ready);
 }

@@ -125,6 +125,13 @@ async fn bad_requests_say_what_is_wrong() {
             "invalid_argument",
             "more arguments",
         ),
+        // The kernel's own bound on one value; what it does not take is refused, never cut.
+        (
+            start(json!({ "cmd": "true", "envs": { "A": "x".repeat(200_000) } })),
+            None,
+            "invalid_argument",
+            "environment than the kernel takes",
+        ),
     ];
     for (request, user, code, text) in cases {
         let headers: Vec<_> = user.iter().map(|user| ("authorization", user.as_str())).collect();
