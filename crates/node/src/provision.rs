@@ -206,7 +206,7 @@ impl Order<'_> {
     }
 }
 
-/// With this mode whatever the umask. Not handed to another thread: that would take longer than the act.
+/// Not handed to another thread: that would take longer than the act.
 fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     std::fs::DirBuilder::new().mode(mode).create(path).map_err(named)?;
