@@ -91,18 +91,13 @@ pub(crate) struct World {
     crashing: AtomicBool,
 }
 
-/// A runtime of its own, or that of the test, whose clock may be stopped.
+/// A runtime of the guests' own.
 #[derive(Debug)]
-enum Home {
-    Own(Option<tokio::runtime::Runtime>),
-    Shared(tokio::runtime::Handle),
-}
+struct Home(Option<tokio::runtime::Runtime>);
 
 impl Drop for Home {
     fn drop(&mut self) {
-        if let Self::Own(runtime) = self
-            && let Some(runtime) = runtime.take()
-        {
+        if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
     }
@@ -154,22 +149,9 @@ impl Life {
 impl World {
     pub(crate) fn new() -> Arc<Self> {
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
-        let runtime = runtime
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .expect("a runtime");
-        Self::at(Home::Own(Some(runtime)))
-    }
-
-    /// With guests that live by the clock of the test.
-    pub(crate) fn by_the_clock() -> Arc<Self> {
-        Self::at(Home::Shared(tokio::runtime::Handle::current()))
-    }
-
-    fn at(home: Home) -> Arc<Self> {
+        let runtime = runtime.worker_threads(1).enable_all().build().expect("a runtime");
         Arc::new(Self {
-            home,
+            home: Home(Some(runtime)),
             old: AtomicBool::new(false),
             crashing: AtomicBool::new(false),
             faults: Mutex::default(),
@@ -200,14 +182,12 @@ impl World {
     }
 
     pub(crate) fn home(&self) -> tokio::runtime::Handle {
-        match &self.home {
-            Home::Own(runtime) => runtime
-                .as_ref()
-                .expect("until it is dropped")
-                .handle()
-                .clone(),
-            Home::Shared(handle) => handle.clone(),
-        }
+        self.home
+            .0
+            .as_ref()
+            .expect("until it is dropped")
+            .handle()
+            .clone()
     }
 
     /// The host was switched off and on: nothing of before is there.

@@ -54,8 +54,8 @@ impl FaultPoints {
                 };
                 Some((point.to_owned(), (nth.parse().ok()?, act, 0)))
             });
-            let (point, planned) =
-                parsed.ok_or_else(|| format!("\"{part}\" is no fault: write POINT=fail|panic|kill|halt@N"))?;
+            let (point, planned) = parsed
+                .ok_or_else(|| format!("\"{part}\" is no fault: write POINT=fail|panic|kill|halt@N"))?;
             acts.insert(point, planned);
         }
         if acts.is_empty() {

@@ -196,9 +196,9 @@ impl Node for NodeManager {
         let handle = self.admit(request).await?;
         let mut watched = handle.view.clone();
         let (status, failure, end) = {
-            // Asked for again it may be paused by now, and is created all the same.
+            // Asked for again it may be paused by now, and is created all the same; one that is being ended is not.
             let settled =
-                |view: &View| view.status.ready_ms.is_some() || view.status.state == SandboxState::Ended;
+                |view: &View| !matches!(view.status.state, SandboxState::Creating | SandboxState::Stopping);
             let view = watched.wait_for(settled).await.map_err(|_| lost())?;
             (view.status.clone(), view.failure.clone(), view.end.clone())
         };

@@ -209,7 +209,10 @@ impl Order<'_> {
 /// Not handed to another thread: that would take longer than the act.
 fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    std::fs::DirBuilder::new().mode(mode).create(path).map_err(named)?;
+    std::fs::DirBuilder::new()
+        .mode(mode)
+        .create(path)
+        .map_err(named)?;
     // Whatever the umask: a monitor passes through one of them.
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(named)
 }

@@ -234,6 +234,7 @@ impl Sandbox {
             Some(Input::Unresponsive(detail)) => Some(Parting::End(EndCause::GuestFailed { detail })),
             Some(Input::Detach) => Some(Parting::Detach),
             Some(Input::SetDeadline(deadline, taken)) => {
+                let deadline = as_recorded(deadline);
                 self.view.send_modify(|view| view.status.deadline = deadline);
                 let recording = self.note(Change::Deadline(deadline)).await;
                 // Nobody may be waiting any more.
@@ -268,8 +269,11 @@ impl Sandbox {
     }
 }
 
-/// Now, in the journal's resolution, so that a record reads the same from memory and from disk.
+/// A time in the journal's resolution, so that a record reads the same from memory and from disk.
+pub(crate) fn as_recorded(time: Timestamp) -> Timestamp {
+    Timestamp::from_microsecond(time.as_microsecond()).unwrap_or(time)
+}
+
 pub(crate) fn now_as_recorded() -> Timestamp {
-    let now = Timestamp::now();
-    Timestamp::from_microsecond(now.as_microsecond()).unwrap_or(now)
+    as_recorded(Timestamp::now())
 }

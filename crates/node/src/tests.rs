@@ -1,8 +1,14 @@
 //! The manager on a pretended host.
 
+mod adoption;
 mod capacity;
 mod ends;
+mod faults;
+mod guests;
+mod idle;
 mod lifecycle;
+mod pause;
+mod pool;
 mod recovery;
 mod sequences;
 mod undo;
@@ -43,6 +49,8 @@ fn config(directory: &Path) -> NodeConfig {
     config.memory_reserve = 0;
     config.disk_reserve = 0;
     config.networks_ahead = 2;
+    // But for the tests that are about it.
+    config.pool.max_machines = 0;
     config.limits.ask = Duration::from_secs(5);
     config
 }

@@ -223,45 +223,117 @@ async fn creates_and_deletes_with_random_kills_leave_nothing() {
     stack.close().await;
 }
 
-/// Not a test of its own: what [`a_killed_platform_leaves_nothing_behind`] runs in a process and kills.
+/// The processes that a daemon runs, as it lists them.
+async fn list(mut data: DataStream) -> String {
+    data.ready().await.expect("ready");
+    let body = Full::from(&b"{}"[..]).map_err(|never| match never {}).boxed();
+    let request = Request::builder()
+        .method(Method::POST)
+        .uri("http://space/process.Process/List")
+        .header("connect-protocol-version", "1")
+        .header("content-type", "application/json");
+    let request = request.body(body).expect("valid");
+    let response = data.send_request(request).await.expect("answers");
+    let body = response.into_body().collect().await.expect("whole").to_bytes();
+    String::from_utf8_lossy(&body).into_owned()
+}
+
+/// Not a test of its own: what [`after_a_kill_of_the_platform_the_next_one_goes_on_with_its_machines`] runs in a process and
+/// kills.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn victim() {
     let Some(stack) = Stack::victim().await else {
         return;
     };
-    let made = within(join_all((0..3).map(|_| stack.node.create(request())))).await;
+    let requests: Vec<_> = (0..3).map(|_| request()).collect();
+    let made = requests.iter().map(|request| stack.node.create(request.clone()));
+    let made = within(join_all(made)).await;
     assert!(made.iter().all(Result::is_ok), "{made:?}");
-    fs_err::write(stack.directory().join("promised"), "3").expect("writable");
+    let data = within(stack.node.data(&requests[0].id)).await.expect("opens");
+    within(start(data, "exec sleep 4321")).await;
+    within(stack.node.pause(&requests[2].id))
+        .await
+        .expect("is paused");
+    let mut lines = String::new();
+    for request in &requests {
+        let monitor = stack.monitor(&request.id).await.expect("it runs");
+        lines.push_str(&format!("{} {}\n", request.id, monitor.as_raw_nonzero()));
+    }
+    let file = stack.directory().join("promised");
+    fs_err::write(file.with_extension("part"), lines).expect("writable");
+    fs_err::rename(file.with_extension("part"), file).expect("writable");
     // And one more under way.
     drop(stack.node.create(request()).await);
-    tokio::time::sleep(Duration::from_secs(60)).await;
+    std::future::pending::<()>().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_platform_leaves_nothing_behind() {
+async fn after_a_kill_of_the_platform_the_next_one_goes_on_with_its_machines() {
     let Some((directory, mut victim)) = Stack::spawn_victim("victim") else {
         return;
     };
-    let promised = directory.path().join("promised");
+    let file = directory.path().join("promised");
     until("the victim has made its sandboxes", || {
         assert!(
             victim.try_wait().expect("ours").is_none(),
             "the victim ended early"
         );
-        promised.exists()
+        file.exists()
     })
     .await;
     victim.kill().expect("ours");
     victim.wait().expect("ours");
+    let promised: Vec<(space_api::id::SandboxId, i32)> = fs_err::read_to_string(file)
+        .expect("is there")
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(id, pid)| (id.parse().expect("an id"), pid.parse().expect("a pid")))
+        .collect();
+    assert_eq!(promised.len(), 3);
 
+    let started = std::time::Instant::now();
     let stack = Stack::reopen("victim", directory).await;
-    assert_eq!(stack.node.list().await, []);
+    println!("taken over in {:?}", started.elapsed());
     let ends = stack.node.ends_since(Timestamp::UNIX_EPOCH).await.expect("reads");
-    assert!(ends.len() >= 3, "{ends:?}");
     assert!(
         ends.iter().all(|end| end.cause == EndCause::PlatformRestarted),
         "{ends:?}"
     );
+    for (at, (id, pid)) in promised.iter().enumerate() {
+        let status = stack.node.status(id).await.expect("lives");
+        let monitor = stack.monitor(id).await.expect("it runs");
+        assert_eq!(monitor.as_raw_nonzero().get(), *pid, "it is the same machine");
+        if at == 2 {
+            assert_eq!(status.state, SandboxState::Paused);
+            within(stack.node.resume(id)).await.expect("is resumed");
+        } else {
+            assert_eq!(status.state, SandboxState::Running);
+        }
+        let data = within(stack.node.data(id)).await.expect("opens");
+        let health = within(send(data, Request::get("http://space/health"), Vec::new())).await;
+        assert_eq!(health, StatusCode::NO_CONTENT);
+    }
+    let data = within(stack.node.data(&promised[0].0)).await.expect("opens");
+    let processes = within(list(data)).await;
+    assert!(
+        processes.contains("sleep 4321"),
+        "its command still runs: {processes}"
+    );
+
+    // Let go in order, and taken over once more.
+    let Some(directory) = stack.let_go().await else {
+        return;
+    };
+    let stack = Stack::reopen("victim", directory).await;
+    let data = within(stack.node.data(&promised[0].0)).await.expect("opens");
+    let processes = within(list(data)).await;
+    assert!(
+        processes.contains("sleep 4321"),
+        "it runs all the time: {processes}"
+    );
+    for (id, _) in &promised {
+        within(stack.node.delete(id)).await.expect("is deleted");
+    }
     within(stack.node.create(request())).await.expect("goes on");
     stack.close().await;
 }

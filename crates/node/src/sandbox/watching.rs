@@ -224,3 +224,25 @@ pub(crate) async fn sample(shared: &Shared, name: &ObjectName, link: &Arc<Link>)
         .map_err(|error| chain(&error))?;
     Ok(figures.sample(Timestamp::now(), &host))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn idleness_lasts_from_the_last_work_and_work_ends_it() {
+        let mut idle = Idle::default();
+        let hour = Duration::from_secs(3600);
+        let at = |second| Timestamp::from_second(second).expect("in range");
+        assert_eq!(idle.observe(false, at(1)), None, "the first look tells nothing");
+        tokio::time::advance(hour).await;
+        assert!(!idle.lasts(hour), "it has not been seen idle yet");
+        assert_eq!(idle.observe(false, at(2)), Some(at(1)));
+        assert!(idle.lasts(hour) && !idle.lasts(hour * 2));
+        tokio::time::advance(hour).await;
+        assert!(idle.lasts(hour * 2));
+        assert_eq!(idle.observe(true, at(3)), None);
+        assert!(!idle.lasts(Duration::ZERO));
+        assert_eq!(idle.observe(false, at(4)), Some(at(3)));
+    }
+}

@@ -46,7 +46,7 @@ async fn a_host_without_room_refuses_early() {
     let fixture = Fixture::with(|config| config.disk_reserve = u64::MAX).await;
     let refused = within(fixture.node.create(request())).await;
     assert!(
-        matches!(&refused, Err(NodeError::NoCapacity { what }) if what.starts_with("disk")),
+        matches!(&refused, Err(NodeError::NoCapacity { what, .. }) if what.starts_with("disk")),
         "{refused:?}"
     );
     fixture.close().await;

@@ -80,7 +80,7 @@ async fn a_deadline_can_be_moved_and_then_holds() {
     within(fixture.node.create(moved.clone()))
         .await
         .expect("is created");
-    let later = Timestamp::now() + 1.hour();
+    let later = crate::sandbox::as_recorded(Timestamp::now() + 1.hour());
     within(fixture.node.set_deadline(&moved.id, later))
         .await
         .expect("lives");

@@ -3,7 +3,7 @@
 use space_api::lifecycle::EndCause;
 
 use super::*;
-use crate::{LockError, NodeError, fakes::Fault, locked};
+use crate::{LockError, NodeError, fakes::Fault};
 
 #[tokio::test]
 async fn a_second_manager_is_refused_and_does_no_harm() {
@@ -25,80 +25,9 @@ async fn a_second_manager_is_refused_and_does_no_harm() {
         matches!(second, Err(OpenError::Lock(LockError::Held { .. }))),
         "{second:?}"
     );
-    assert!(
-        fixture.life(&request.id).is_some(),
-        "its machine was swept"
-    );
+    assert!(fixture.life(&request.id).is_some(), "its machine was swept");
     within(fixture.node.data(&request.id)).await.expect("it lives on");
     fixture.close().await;
-}
-
-/// A runtime that is dropped stands for a process that is killed: every task stops where it is.
-#[test]
-fn after_a_crash_at_any_moment_nothing_is_left_and_every_end_is_known() {
-    for moment in 0..12_u64 {
-        let directory = directory();
-        let world = World::new();
-        *locked(&world.slowness) = Duration::from_millis(2);
-        let requests: Vec<_> = (0..6).map(|_| request()).collect();
-        let first = tokio::runtime::Runtime::new().expect("a runtime");
-        let promised = first.block_on(async {
-            let node = open(config(directory.path()), &world).await.expect("opens");
-            let creating = requests.iter().map(|request| node.create(request.clone()));
-            let creating = futures_util::future::join_all(creating);
-            if moment == 0 {
-                within(creating).await;
-                return requests
-                    .iter()
-                    .map(|request| request.id.clone())
-                    .collect::<Vec<_>>();
-            }
-            drop(tokio::time::timeout(Duration::from_millis(moment * 2), creating).await);
-            node.list()
-                .await
-                .into_iter()
-                .filter(|status| status.ready_ms.is_some())
-                .map(|status| status.id)
-                .collect()
-        });
-        first.shutdown_timeout(SOON);
-
-        let second = tokio::runtime::Runtime::new().expect("a runtime");
-        second.block_on(async {
-            let node = open(config(directory.path()), &world)
-                .await
-                .expect("opens after a crash");
-            let fixture = Fixture {
-                directory: directory.clone(),
-                world: world.clone(),
-                node,
-            };
-            assert_eq!(fixture.leftovers(), Vec::<String>::new(), "moment {moment}");
-            assert_eq!(fixture.node.list().await, []);
-            let ends = fixture
-                .node
-                .ends_since(Timestamp::UNIX_EPOCH)
-                .await
-                .expect("reads");
-            assert!(
-                ends.iter().all(|end| end.cause == EndCause::PlatformRestarted),
-                "{ends:?}"
-            );
-            for id in promised {
-                assert!(
-                    ends.iter().any(|end| end.id == id),
-                    "moment {moment}: {id} was promised and forgotten"
-                );
-                let asked = fixture.node.delete(&id).await;
-                assert!(
-                    matches!(asked, Err(NodeError::NotFound { end: Some(_), .. })),
-                    "{asked:?}"
-                );
-            }
-            within(fixture.node.create(request())).await.expect("goes on");
-            fixture.close().await;
-        });
-    }
 }
 
 #[tokio::test]

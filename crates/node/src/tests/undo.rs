@@ -99,7 +99,7 @@ async fn a_full_disk_is_no_capacity() {
         let fixture = fixture_with(step, Fault::Full).await;
         let failed = within(fixture.node.create(request())).await;
         assert!(
-            matches!(&failed, Err(NodeError::NoCapacity { what }) if what.starts_with("disk")),
+            matches!(&failed, Err(NodeError::NoCapacity { what, .. }) if what.starts_with("disk")),
             "{failed:?}"
         );
         assert_eq!(fixture.leftovers(), Vec::<String>::new(), "{step}");
