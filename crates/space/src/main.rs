@@ -1,4 +1,4 @@
-//! The one binary: the command line, and with `space up` the whole platform on one machine. Wiring only.
+//! The one binary: the command line, and the processes of the platform. Wiring only.
 
 mod cli;
 mod commands;
@@ -34,7 +34,12 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
-    let runtime = tokio::runtime::Builder::new_multi_thread()
+    let mut builder = if cli.command.is_single_threaded() {
+        tokio::runtime::Builder::new_current_thread()
+    } else {
+        tokio::runtime::Builder::new_multi_thread()
+    };
+    let runtime = builder
         .enable_all()
         .build()
         .map_err(|error| CliError::internal("cannot start the runtime", error))?;

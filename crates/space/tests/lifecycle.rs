@@ -50,18 +50,24 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     let other = platform.succeed(&["sandbox", "create", "--metadata", "note=x", "--wake-on-traffic"]);
     for wanted in ["creating", "running"] {
         let event = followed();
-        assert_eq!((&event["kind"], &event["sandbox_id"]), (&wanted.into(), &id.as_str().into()));
+        assert_eq!(
+            (&event["kind"], &event["sandbox_id"]),
+            (&wanted.into(), &id.as_str().into())
+        );
     }
     assert_eq!(listed(&platform, &["--label", "tier=free"]), [id.clone()]);
     assert_eq!(listed(&platform, &[]).len(), 2);
     platform.succeed(&["sandbox", "label", &id, "tier=paid", "team=a"]);
-    assert_eq!(
-        platform.succeed(&["sandbox", "label", &id, "team-"]),
-        "tier=paid"
-    );
+    assert_eq!(platform.succeed(&["sandbox", "label", &id, "team-"]), "tier=paid");
     assert_eq!(listed(&platform, &["--label", "tier=free"]), [] as [String; 0]);
-    assert_eq!(listed(&platform, &["--label", "tier=paid", "--state", "running"]), [id.clone()]);
-    assert_eq!(platform.json(&["sandbox", "inspect", &other])["metadata"]["note"], "x");
+    assert_eq!(
+        listed(&platform, &["--label", "tier=paid", "--state", "running"]),
+        [id.clone()]
+    );
+    assert_eq!(
+        platform.json(&["sandbox", "inspect", &other])["metadata"]["note"],
+        "x"
+    );
 
     platform.succeed(&["sandbox", "exec", &id, "--", "sh", "-c", "echo kept > /tmp/kept"]);
     assert_eq!(platform.succeed(&["sandbox", "pause", &id]), id);
@@ -75,7 +81,10 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     for _ in 0..10 {
         platform.succeed(&["sandbox", "ls"]);
     }
-    assert!(cpu_ticks(monitor.pid) - before <= 2, "{machine} works while it is paused");
+    assert!(
+        cpu_ticks(monitor.pid) - before <= 2,
+        "{machine} works while it is paused"
+    );
 
     let ends = |id: &str| platform.json(&["sandbox", "inspect", id])["deadline"].to_string();
     let deadline = ends(&id);
@@ -86,7 +95,10 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     assert_eq!(platform.json(&["sandbox", "inspect", &id])["state"], "paused");
 
     // exec connects, which lets it run on where it was.
-    assert_eq!(platform.succeed(&["sandbox", "exec", &id, "--", "cat", "/tmp/kept"]), "kept");
+    assert_eq!(
+        platform.succeed(&["sandbox", "exec", &id, "--", "cat", "/tmp/kept"]),
+        "kept"
+    );
     assert_eq!(platform.json(&["sandbox", "inspect", &id])["state"], "running");
     platform.succeed(&["sandbox", "pause", &id]);
     assert_eq!(platform.succeed(&["sandbox", "resume", &id]), id);
@@ -99,7 +111,9 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
         .iter()
         .map(|event| event["kind"].as_str().expect("kind"))
         .collect();
-    let wanted = ["creating", "running", "paused", "resumed", "paused", "resumed", "ended"];
+    let wanted = [
+        "creating", "running", "paused", "resumed", "paused", "resumed", "ended",
+    ];
     assert_eq!(kinds, wanted);
     let mut seen = Vec::new();
     eventually("the follower has seen its end", Duration::from_secs(10), || {
@@ -112,5 +126,8 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     assert_eq!(seen, wanted[2..]);
     follower.kill().expect("ends");
     follower.wait().expect("ends");
-    assert_eq!(listed(&platform, &["--state", "ended", "--label", "tier=paid"]), [id]);
+    assert_eq!(
+        listed(&platform, &["--state", "ended", "--label", "tier=paid"]),
+        [id]
+    );
 }

@@ -2,6 +2,7 @@
 
 mod host;
 mod platform;
+mod resources;
 
 pub(crate) use host::TCG_NOTE;
 
@@ -11,7 +12,8 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::{
-    cli::{DATA_DIRECTORY, Global},
+    cli::Global,
+    commands::up::installation::{Account, Installation, NODE_UID, Place},
     error::CliError,
     output,
 };
@@ -21,9 +23,11 @@ pub(crate) struct Doctor {
     /// Address that `space up` is to listen on
     #[arg(long, default_value = "127.0.0.1:3000", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Directory that `space up` is to keep its state in
-    #[arg(long, default_value = DATA_DIRECTORY, value_name = "DIRECTORY", env = "SPACE_DATA_DIR")]
-    data_dir: PathBuf,
+    #[command(flatten)]
+    place: Place,
+    /// User that the node is to run as
+    #[arg(long, default_value_t = NODE_UID.to_string(), value_name = "NAME|UID")]
+    user: String,
     /// Template store [default: DATA_DIR/templates]
     #[arg(long, value_name = "DIRECTORY", env = "SPACE_TEMPLATES")]
     templates: Option<PathBuf>,
@@ -79,19 +83,27 @@ impl Check {
 
 impl Doctor {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
-        let templates = self
-            .templates
-            .clone()
-            .unwrap_or_else(|| self.data_dir.join("templates"));
+        let data = std::path::absolute(&self.place.data_dir)?;
+        // What is not there yet has no links that could be resolved.
+        let data = fs_err::canonicalize(&data).unwrap_or(data);
+        let node: Account = self.user.parse().map_err(CliError::usage)?;
+        let installation = Installation::of(data, self.place.run_dir.as_deref());
+        let data = &installation.data_directory;
+        let templates = self.templates.clone().unwrap_or_else(|| data.join("templates"));
         let mut checks = vec![host::root(), host::kernel()];
         checks.extend(host::monitor().await);
         checks.extend(host::cgroups());
         checks.push(host::namespaces());
         checks.extend(host::programs());
         checks.push(host::memory());
-        checks.push(host::disk(&self.data_dir));
+        checks.push(resources::swap());
+        checks.push(resources::pressure());
+        checks.push(resources::users(&installation.all_uids(), node));
+        checks.push(host::disk(data));
+        checks.push(platform::owner(data, node));
         checks.push(platform::daemon());
         checks.push(platform::template(&templates));
+        checks.push(platform::manager(&installation));
         checks.push(platform::port(self.listen, global).await);
 
         let failed = checks.iter().filter(|check| check.status == Status::Fail).count();

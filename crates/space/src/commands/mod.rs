@@ -4,12 +4,15 @@ mod completion;
 mod copy;
 mod create;
 mod doctor;
+mod down;
 mod edit;
 mod events;
 mod exec;
 mod inspect;
 mod key;
 mod list;
+mod node;
+mod node_manager;
 mod options;
 mod pausing;
 mod pump;
@@ -29,6 +32,14 @@ use crate::{cli::Cli, error::CliError};
 pub(crate) enum Command {
     /// Start the platform on this machine
     Up(Box<up::Up>),
+    /// End all sandboxes of a platform that is not running
+    Down(down::Down),
+    /// Serve the API as an ordinary user; `space up` starts it
+    #[command(hide = true)]
+    Node(Box<node::Node>),
+    /// Perform the privileged acts for the node; `space up` starts it
+    #[command(hide = true)]
+    NodeManager(node_manager::NodeManager),
     /// Check what this machine has and lacks
     Doctor(doctor::Doctor),
     /// Run one command in a sandbox of its own
@@ -77,6 +88,11 @@ pub(crate) enum SandboxCommand {
 impl Command {
     /// Whether it is a long-running service, whose log people want to see.
     pub(crate) fn is_server(&self) -> bool {
+        matches!(self, Self::Up(_) | Self::Node(_) | Self::NodeManager(_))
+    }
+
+    /// Whether one thread is to do it all: `space up` only waits, and its children end with the thread that made them.
+    pub(crate) fn is_single_threaded(&self) -> bool {
         matches!(self, Self::Up(_))
     }
 }
@@ -86,6 +102,9 @@ pub(crate) async fn dispatch(cli: Cli) -> Result<ExitCode, CliError> {
     let global = cli.global;
     match cli.command {
         Command::Up(command) => Box::pin(command.run(&global)).await,
+        Command::Down(command) => command.run(&global).await,
+        Command::Node(command) => Box::pin(command.run(&global)).await,
+        Command::NodeManager(command) => Box::pin(command.run()).await,
         Command::Doctor(command) => command.run(&global).await,
         Command::Run(command) => Box::pin(command.run(&global)).await,
         Command::Sandbox(command) => match command {

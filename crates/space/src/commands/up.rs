@@ -1,127 +1,105 @@
-//! `space up`: all layers in one process.
+//! `space up`: prepares this machine as root, then keeps the platform's processes running. It serves nothing itself.
 //!
 //! ```text
-//!  prerequisites ► listener ► privileges, VMM, templates ► node (sweeps what a crash left) ► store, key
-//!     ► template `base` with its machine ► serve, announce ► signal
-//!     ► stop accepting ► end the sandboxes ► close the store
+//!  prerequisites ► data directory claimed ► listener ► directories are the node's user's ► template `base`, if missing
+//!     ► node manager, node (`supervise.rs`) ► ready file, announcement ► signal
+//!     ► node ends or leaves the sandboxes ► node manager stops
 //! ```
+//!
+//! `space template build` makes the template, in a process of its own: here no guest is ever spoken to.
 
 pub(crate) mod assemble;
-mod platform;
+mod child;
+pub(crate) mod installation;
+mod ownership;
+pub(crate) mod prepare;
+mod supervise;
 
 use std::{
-    net::SocketAddr,
+    ffi::OsString,
+    io,
+    net::{SocketAddr, TcpListener},
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
 use clap::{Args, ValueEnum};
-use serde_json::json;
-use sha2::{Digest as _, Sha256};
+use space_node::PoolConfig;
 use space_volume::VolumeError;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
 
 use crate::{
-    cli::{DATA_DIRECTORY, Global, key_file, url_file},
+    cli::Global,
     error::{CliError, Kind},
     output,
 };
-use platform::Platform;
-
-/// Where sockets go unless told otherwise.
-pub(crate) const RUN_DIRECTORY: &str = "/run/space";
-/// User ids of one installation: one for each sandbox, the last for building machines.
-const UIDS: u32 = 4096;
-/// First user id of the first installation.
-const FIRST_UID: u32 = 200_000;
-/// Ranges of user ids that installations are spread over.
-const UID_RANGES: u32 = 250;
+use child::Launch;
+use installation::{Account, Installation, NODE_UID, Place};
+use supervise::{End, Programs, Request, Requests, Supervisor};
 
 #[derive(Debug, Args)]
 #[command(args_override_self = true)]
 pub(crate) struct Up {
     /// Address to listen on; port 0 takes any free one
-    #[arg(long, default_value = "127.0.0.1:3000", value_name = "ADDRESS")]
+    #[arg(long, default_value = LISTEN, value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Directory for everything that is to stay
-    #[arg(long, default_value = DATA_DIRECTORY, value_name = "DIRECTORY", env = "SPACE_DATA_DIR")]
-    data_dir: PathBuf,
-    /// Template store; may be shared with other platforms [default: DATA_DIR/templates]
-    #[arg(long, value_name = "DIRECTORY", env = "SPACE_TEMPLATES")]
-    templates: Option<PathBuf>,
-    /// Directory for sockets [default: /run/space, or below it for another data directory]
-    #[arg(long, value_name = "DIRECTORY")]
-    run_dir: Option<PathBuf>,
-    /// Domain under which sandboxes are found by name, as PORT-SANDBOX.DOMAIN
-    #[arg(long, default_value = "localhost", value_name = "DOMAIN")]
-    domain: String,
-    /// Most sandboxes at once
-    #[arg(long, default_value_t = 64, value_name = "COUNT")]
-    capacity: usize,
-    /// Virtual machine monitor
-    #[arg(long, value_enum, default_value_t = Monitor::Auto)]
-    vmm: Monitor,
-    /// Program that becomes the guest's first process [default: space-daemon beside this program]
-    #[arg(long, value_name = "PATH")]
-    daemon: Option<PathBuf>,
+    #[command(flatten)]
+    place: Place,
+    #[command(flatten)]
+    serving: Serving,
+    /// User that the node runs as
+    #[arg(long, default_value_t = NODE_UID.to_string(), value_name = "NAME|UID")]
+    user: String,
     /// Write JSON with `url` (also as `api_url`) and `key` here, mode 0600, when sandboxes can be made
     #[arg(long, value_name = "PATH")]
     ready_file: Option<PathBuf>,
+    /// Leave the sandboxes running at the end; the next start takes them over
+    #[arg(long)]
+    keep_sandboxes: bool,
+    /// Make directories and template, then stop: for a service manager that starts the processes itself
+    #[arg(long)]
+    prepare_only: bool,
+}
+
+/// Where the API is, unless told otherwise.
+pub(crate) const LISTEN: &str = "127.0.0.1:3000";
+
+/// What the node is told, however it is started.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Serving {
+    /// Template store; may be shared with other platforms [default: DATA_DIR/templates]
+    #[arg(long, value_name = "DIRECTORY", env = "SPACE_TEMPLATES")]
+    pub(crate) templates: Option<PathBuf>,
+    /// Domain under which sandboxes are found by name, as PORT-SANDBOX.DOMAIN
+    #[arg(long, default_value = "localhost", value_name = "DOMAIN")]
+    pub(crate) domain: String,
+    /// Most sandboxes at once
+    #[arg(long, default_value_t = 64, value_name = "COUNT")]
+    pub(crate) capacity: usize,
+    /// Most machines kept ready for sandboxes to come; 0 starts each when it is asked for
+    #[arg(long, default_value_t = PoolConfig::default().max_machines, value_name = "COUNT")]
+    pub(crate) pool: usize,
+    /// Virtual machine monitor
+    #[arg(long, value_enum, default_value_t = Monitor::Auto)]
+    pub(crate) vmm: Monitor,
+    /// Program that becomes the guest's first process [default: space-daemon beside this program]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) daemon: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Monitor {
+pub(crate) enum Monitor {
     /// The best one that works here
     Auto,
     /// QEMU, with KVM where that works and emulating elsewhere
     Qemu,
 }
 
-/// What tells the objects of one platform from those of others on this machine.
-#[derive(Debug)]
-pub(crate) struct Installation {
-    /// Part of every object's name.
-    pub(crate) name: String,
-    /// Sockets and locks.
-    pub(crate) run_directory: PathBuf,
-    /// For sandboxes; the id after the last is for building machines.
-    pub(crate) uids: std::ops::Range<u32>,
-}
-
-impl Installation {
-    fn of(data: &Path, run: Option<&Path>) -> Self {
-        let default = data == Path::new(DATA_DIRECTORY);
-        let digest = Sha256::digest(data.as_os_str().as_encoded_bytes());
-        let name = if default {
-            "local".to_owned()
-        } else {
-            space_api::key::hex(&digest[..5])
-        };
-        let run_directory = match run {
-            Some(run) => run.to_owned(),
-            None if default => PathBuf::from(RUN_DIRECTORY),
-            None => Path::new(RUN_DIRECTORY).join(&name),
-        };
-        let range = if default {
-            0
-        } else {
-            1 + u32::from(digest[5]) % (UID_RANGES - 2)
-        };
-        Self::new(name, run_directory, range)
-    }
-
-    /// The one of `space template build`.
-    pub(crate) fn builder(run: &Path) -> Self {
-        Self::new("build".to_owned(), run.join("build"), UID_RANGES - 1)
-    }
-
-    fn new(name: String, run_directory: PathBuf, range: u32) -> Self {
-        let first = FIRST_UID + range * UIDS;
-        Self {
-            name,
-            run_directory,
-            uids: first..first + UIDS - 1,
+impl Serving {
+    pub(crate) fn templates(&self, data: &Path) -> Result<PathBuf, CliError> {
+        match &self.templates {
+            Some(templates) => Ok(std::path::absolute(templates)?),
+            None => Ok(data.join("templates")),
         }
     }
 }
@@ -129,120 +107,273 @@ impl Installation {
 impl Up {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         ensure_root("the platform")?;
-        let data = absolute(&self.data_dir)?;
-        std::fs::create_dir_all(&data)?;
-        let data = fs_err::canonicalize(&data)?;
-        let installation = Installation::of(&data, self.run_dir.as_deref());
-        let listener = self.listen().await?;
-        let address = listener.local_addr()?;
-        match self.vmm {
-            Monitor::Auto | Monitor::Qemu => {}
-        }
+        let account: Account = self.user.parse().map_err(|error: String| {
+            CliError::usage(error).with_hint("name an ordinary user with --user, or leave it out")
+        })?;
+        let daemon = find_daemon(self.serving.daemon.as_deref())?;
+        let (data, _claim) = prepare::claim(&self.place.data_dir)?;
+        let installation = Installation::of(data, self.place.run_dir.as_deref());
+        let templates = self.serving.templates(&installation.data_directory)?;
+        installation.check()?;
+        let listener = if self.prepare_only {
+            None
+        } else {
+            Some(self.listen()?)
+        };
 
         // From here on a signal is an orderly end, also in the middle of the first start.
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        let cancel = CancellationToken::new();
-        let mut starting = std::pin::pin!(Platform::start(
-            self,
-            &installation,
-            &data,
+        let mut requests = Requests::new()?;
+        prepare::directories(&installation, &templates, account)?;
+        if !prepare::has_base(&templates)
+            && let Some(given_up) =
+                build_base(global, &installation, &templates, &daemon, &mut requests).await?
+        {
+            return Ok(given_up);
+        }
+        let Some(listener) = listener else {
+            return Ok(ExitCode::SUCCESS);
+        };
+        let socket = installation.manager_socket();
+        let processes = Processes {
+            up: self,
+            global,
+            installation: &installation,
+            templates,
+            daemon,
+            account,
             listener,
-            cancel.clone()
-        ));
-        let mut given_up = ExitCode::SUCCESS;
-        let platform = loop {
-            tokio::select! {
-                platform = &mut starting => break platform,
-                _ = interrupt.recv() => given_up = ExitCode::from(130),
-                _ = terminate.recv() => {}
-            }
-            if cancel.is_cancelled() {
-                return Ok(ExitCode::from(130));
-            }
-            tracing::info!("giving the start up; once more ends it at once");
-            cancel.cancel();
         };
-        let platform = match platform {
-            Err(_) if cancel.is_cancelled() => return Ok(given_up),
-            platform => platform?,
-        };
-        let url = format!("http://{address}");
-        fs_err::write(url_file(&data), format!("{url}\n"))?;
+        let supervisor = Supervisor::new(processes, socket);
+        let outcome = Box::pin(supervisor.run(&mut requests, self.keep_sandboxes)).await;
         if let Some(path) = &self.ready_file {
-            write_private(
-                path,
-                &json!({
-                    "url": url, "api_url": url, "key": platform.key(), "installation": installation.name,
-                })
-                .to_string(),
-            )?;
+            drop(std::fs::remove_file(path));
+            drop(std::fs::remove_file(unfinished(path)));
         }
-        self.announce(global, &url, &platform, &data)?;
-
-        let reason = tokio::select! {
-            _ = interrupt.recv() => None,
-            _ = terminate.recv() => None,
-            error = platform.failed() => Some(error),
-        };
-        tracing::info!("shutting down; once more ends it at once");
-        if let Some(path) = &self.ready_file {
-            drop(fs_err::remove_file(path));
-        }
-        let forced = tokio::select! {
-            () = platform.shut_down() => false,
-            _ = interrupt.recv() => true,
-            _ = terminate.recv() => true,
-        };
-        match reason {
-            Some(error) => Err(error),
-            None if forced => Ok(ExitCode::from(130)),
-            None => Ok(ExitCode::SUCCESS),
-        }
-    }
-
-    async fn listen(&self) -> Result<tokio::net::TcpListener, CliError> {
-        tokio::net::TcpListener::bind(self.listen).await.map_err(|error| {
-            let in_use = error.kind() == std::io::ErrorKind::AddrInUse;
-            let error = CliError::new(
-                Kind::Environment,
-                anyhow::Error::new(error).context(format!("cannot listen on {}", self.listen)),
-            );
-            error.with_hint(if in_use {
-                "is another `space up` running? Stop it, or choose another address with --listen"
-            } else {
-                "choose another address with --listen"
-            })
+        let (request, end) = outcome?;
+        Ok(match (end, request) {
+            (End::Refused(code), _) => ExitCode::from(code),
+            (End::Forced, _) => {
+                if !self.keep_sandboxes {
+                    super::down::remove_machines(&installation).await?;
+                }
+                ExitCode::from(130)
+            }
+            (End::StoppedEarly, Some(Request::Interrupt)) => ExitCode::from(130),
+            (End::StoppedEarly | End::Stopped, _) => ExitCode::SUCCESS,
         })
     }
 
-    fn announce(&self, global: &Global, url: &str, platform: &Platform, data: &Path) -> Result<(), CliError> {
-        if global.json {
-            return output::json(
-                &json!({"api_url": url, "key": platform.key(), "vmm": platform.description()}),
-            );
-        }
-        let key = platform.key();
-        if !platform.isolates_hostile_code() {
-            output::note(format!("Note: {}", super::doctor::TCG_NOTE));
-        }
-        output::line(format!(
-            "SPACE is up: {}\n\n  API address  {url}\n  API key      {key}\n\nTry:\n",
-            platform.description()
-        ))?;
-        let find = if data == Path::new(DATA_DIRECTORY) {
-            String::new()
-        } else {
-            format!("SPACE_API_URL={url} SPACE_API_KEY={key} ")
-        };
-        output::line(format!("  {find}space run -- uname -a"))?;
-        output::line(format!("  {find}space sandbox create"))?;
-        output::line(format!(
-            "  E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={key} python3 -c \\\n    'from e2b import Sandbox; print(Sandbox.create().commands.run(\"id\").stdout)'\n"
-        ))
+    fn listen(&self) -> Result<TcpListener, CliError> {
+        TcpListener::bind(self.listen).map_err(|error| listen_error(self.listen, error))
     }
 }
 
+/// Whether a node manager listens there.
+pub(crate) fn manager_listens(socket: &Path) -> bool {
+    supervise::is_listened_at(socket)
+}
+
+/// Why nobody can listen there, and what to do.
+pub(crate) fn listen_error(address: SocketAddr, error: io::Error) -> CliError {
+    let in_use = error.kind() == io::ErrorKind::AddrInUse;
+    let error = CliError::new(
+        Kind::Environment,
+        anyhow::Error::new(error).context(format!("cannot listen on {address}")),
+    );
+    error.with_hint(if in_use {
+        "is another `space up` running? Stop it, or choose another address with --listen"
+    } else {
+        "choose another address with --listen"
+    })
+}
+
+/// Makes the template `base` with its machine. Gives the exit code if it did not come to that.
+async fn build_base(
+    global: &Global,
+    installation: &Installation,
+    templates: &Path,
+    daemon: &Path,
+    requests: &mut Requests,
+) -> Result<Option<ExitCode>, CliError> {
+    output::note("There is no template `base` yet: building it takes some minutes, once.");
+    let arguments = [
+        "template".into(),
+        "build".into(),
+        "base".into(),
+        "--data-dir".into(),
+        installation.data_directory.clone().into_os_string(),
+        "--templates".into(),
+        templates.as_os_str().to_owned(),
+        "--daemon".into(),
+        daemon.as_os_str().to_owned(),
+    ];
+    let mut arguments = arguments.to_vec();
+    if global.json {
+        arguments.push("--json".into());
+    }
+    let launch = Launch {
+        arguments,
+        account: None,
+        descriptors: Vec::new(),
+        may_print: false,
+        serves: false,
+    };
+    let mut build = launch
+        .start()
+        .map_err(|error| CliError::internal("cannot start the build of the template `base`", error))?;
+    let mut asked = None;
+    loop {
+        tokio::select! {
+            status = build.wait() => {
+                let code = status?.code();
+                return Ok(match (asked, code) {
+                    (Some(Request::Interrupt), _) => Some(ExitCode::from(130)),
+                    (Some(Request::Terminate), _) => Some(ExitCode::SUCCESS),
+                    (None, Some(0)) => None,
+                    // It has said why.
+                    (None, code) => Some(ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))),
+                });
+            }
+            request = requests.next() => {
+                if asked.is_none() {
+                    tracing::info!("giving the start up; once more ends it at once");
+                }
+                let signal = if asked.is_none() { rustix::process::Signal::INT } else { rustix::process::Signal::KILL };
+                child::signal(&build, signal);
+                asked = asked.or(Some(request));
+            }
+        }
+    }
+}
+
+/// How to start the platform's processes.
+struct Processes<'a> {
+    up: &'a Up,
+    global: &'a Global,
+    installation: &'a Installation,
+    templates: PathBuf,
+    daemon: PathBuf,
+    account: Account,
+    listener: TcpListener,
+}
+
+impl Processes<'_> {
+    /// What both are told.
+    fn place(&self, command: &str) -> Vec<OsString> {
+        let Installation {
+            data_directory,
+            run_directory,
+            ..
+        } = self.installation;
+        let mut arguments: Vec<OsString> = vec![
+            command.into(),
+            "--data-dir".into(),
+            data_directory.into(),
+            "--run-dir".into(),
+            run_directory.into(),
+        ];
+        if self.global.json {
+            arguments.push("--json".into());
+        }
+        arguments
+    }
+}
+
+impl Programs for Processes<'_> {
+    fn manager(&self) -> Launch {
+        let mut arguments = self.place("node-manager");
+        arguments.extend(["--user".into(), self.account.uid.to_string().into()]);
+        Launch {
+            arguments,
+            account: None,
+            descriptors: Vec::new(),
+            may_print: false,
+            serves: true,
+        }
+    }
+
+    fn node(&self, ready: OwnedFd, published: bool) -> io::Result<Launch> {
+        let Serving {
+            templates: _,
+            domain,
+            capacity,
+            pool,
+            vmm,
+            daemon: _,
+        } = &self.up.serving;
+        let listener = self.listener.as_fd().try_clone_to_owned()?;
+        let mut arguments = self.place("node");
+        let vmm = vmm.to_possible_value().map(|value| value.get_name().to_owned());
+        let options: [(&str, OsString); 8] = [
+            ("--templates", self.templates.clone().into()),
+            ("--daemon", self.daemon.clone().into()),
+            ("--domain", domain.into()),
+            ("--capacity", capacity.to_string().into()),
+            ("--pool", pool.to_string().into()),
+            ("--vmm", vmm.unwrap_or_default().into()),
+            ("--listen-descriptor", listener.as_raw_fd().to_string().into()),
+            ("--ready-descriptor", ready.as_raw_fd().to_string().into()),
+        ];
+        for (option, value) in options {
+            arguments.extend([option.into(), value]);
+        }
+        let mut descriptors = vec![listener, ready];
+        if !published {
+            arguments.push("--announce".into());
+            if let Some(path) = &self.up.ready_file {
+                let file = OwnedFd::from(create_private(&unfinished(path))?);
+                arguments.extend([
+                    "--ready-file-descriptor".into(),
+                    file.as_raw_fd().to_string().into(),
+                ]);
+                descriptors.push(file);
+            }
+        }
+        Ok(Launch {
+            arguments,
+            account: Some(self.account),
+            descriptors,
+            may_print: true,
+            serves: true,
+        })
+    }
+
+    fn publish(&self) -> Result<(), CliError> {
+        let Some(path) = &self.up.ready_file else {
+            return Ok(());
+        };
+        std::fs::rename(unfinished(path), path)
+            .map_err(|error| CliError::internal(format!("cannot write {}", path.display()), error))
+    }
+}
+
+/// Where a file is written before it gets its name.
+fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    PathBuf::from(name)
+}
+
+/// A new file that only its owner can read.
+fn create_private(path: &Path) -> io::Result<std::fs::File> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    drop(std::fs::remove_file(path));
+    std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+}
+
+/// Replaces a file with one that only we can read, whole at every instant.
+pub(crate) fn write_private(path: &Path, content: &str) -> Result<(), CliError> {
+    use std::io::Write as _;
+    let temporary = unfinished(path);
+    create_private(&temporary)
+        .and_then(|mut file| file.write_all(format!("{content}\n").as_bytes()))
+        .and_then(|()| std::fs::rename(&temporary, path))
+        .map_err(|error| CliError::internal(format!("cannot write {}", path.display()), error))
+}
 /// Fails with a hint unless we are root.
 pub(crate) fn ensure_root(what: &str) -> Result<(), CliError> {
     if rustix::process::geteuid().is_root() {
@@ -309,27 +440,4 @@ where
         Some(hint) => error.with_hint(hint),
         None => error,
     }
-}
-
-fn absolute(path: &Path) -> Result<PathBuf, CliError> {
-    Ok(std::path::absolute(path)?)
-}
-
-/// Replaces a file with one that only we can read, whole at every instant.
-fn write_private(path: &Path, content: &str) -> Result<(), CliError> {
-    use std::{io::Write as _, os::unix::fs::OpenOptionsExt as _};
-    let mut name = path.as_os_str().to_owned();
-    name.push(".new");
-    let temporary = PathBuf::from(name);
-    drop(std::fs::remove_file(&temporary));
-    let doing = || format!("cannot write {}", path.display());
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&temporary)
-        .map_err(|error| CliError::internal(doing(), error))?;
-    file.write_all(format!("{content}\n").as_bytes())
-        .and_then(|()| std::fs::rename(&temporary, path))
-        .map_err(|error| CliError::internal(doing(), error))
 }

@@ -70,27 +70,34 @@ pub(super) async fn monitor() -> [Check; 2] {
 
 pub(super) fn cgroups() -> Vec<Check> {
     let unified = fs_err::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
-    ["memory", "pids", "cpu"]
-        .into_iter()
-        .map(|controller| {
-            let name = match controller {
-                "memory" => "cgroup mem",
-                "pids" => "cgroup pids",
-                _ => "cgroup cpu",
-            };
-            if unified.split_whitespace().any(|each| each == controller) {
-                Check::ok(name, "cgroup v2 at /sys/fs/cgroup")
-            } else if let Some(path) = v1_hierarchy(controller) {
-                Check::ok(name, format!("cgroup v1 at {}", path.display()))
-            } else {
-                Check::fail(
-                    name,
-                    format!("no hierarchy has the {controller} controller"),
-                    "boot with systemd.unified_cgroup_hierarchy=1, or mount the controller below /sys/fs/cgroup",
-                )
-            }
-        })
-        .collect()
+    // The disk's controller has another name in version 1.
+    [
+        ("cgroup mem", "memory", "memory"),
+        ("cgroup pids", "pids", "pids"),
+        ("cgroup cpu", "cpu", "cpu"),
+        ("cgroup io", "io", "blkio"),
+    ]
+    .into_iter()
+    .map(|(name, controller, older)| {
+        if unified.split_whitespace().any(|each| each == controller) {
+            Check::ok(name, "cgroup v2 at /sys/fs/cgroup")
+        } else if let Some(path) = v1_hierarchy(older) {
+            Check::ok(name, format!("cgroup v1 at {}", path.display()))
+        } else if controller == "io" {
+            Check::warn(
+                name,
+                "no hierarchy has the io controller",
+                "boot with systemd.unified_cgroup_hierarchy=1; until then one sandbox can keep the disk busy",
+            )
+        } else {
+            Check::fail(
+                name,
+                format!("no hierarchy has the {controller} controller"),
+                "boot with systemd.unified_cgroup_hierarchy=1, or mount the controller below /sys/fs/cgroup",
+            )
+        }
+    })
+    .collect()
 }
 
 fn v1_hierarchy(controller: &str) -> Option<PathBuf> {

@@ -1,15 +1,26 @@
 //! `space template build`: on this machine, in the store that `space up` uses, whether it runs or not.
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
 
 use clap::Args;
 use serde_json::json;
 use space_api::size::SizeClass;
+use space_node_manager::LocalPrivileges;
 use space_volume::{BuildOptions, Recipe};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     cli::{DATA_DIRECTORY, Global},
-    commands::up::{Installation, RUN_DIRECTORY, assemble, ensure_root, volume_error},
+    commands::up::{
+        assemble, ensure_root,
+        installation::{Installation, RUN_DIRECTORY},
+        prepare, volume_error,
+    },
     error::CliError,
     output,
 };
@@ -50,9 +61,21 @@ impl Build {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         ensure_root("building a template")?;
         let recipe = self.recipe()?;
-        // An installation of its own, so that it does not meet a platform that runs.
-        let installation = Installation::builder(&self.run_dir);
-        let parts = self.parts(&installation).await?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        // Dropped in the middle, it ends what it has started; the rest goes with the next build.
+        tokio::select! {
+            built = Box::pin(self.build(global, recipe)) => built,
+            _ = interrupt.recv() => Ok(ExitCode::from(130)),
+            _ = terminate.recv() => Ok(ExitCode::from(143)),
+        }
+    }
+
+    async fn build(&self, global: &Global, recipe: Recipe) -> Result<ExitCode, CliError> {
+        let data = std::path::absolute(&self.data_dir)?;
+        let templates = self.templates.clone().unwrap_or_else(|| data.join("templates"));
+        let installation = Installation::builder(&data, &self.run_dir);
+        let parts = self.parts(&installation, &templates).await?;
         parts
             .privileges
             .sweep(&std::collections::BTreeSet::new())
@@ -98,6 +121,7 @@ impl Build {
             machines.push(size);
         }
         bar.finish();
+        prepare::settle_store(&templates)?;
         let bytes = parts.builder.store().disk_bytes(&template);
         if global.json {
             output::json(&json!({
@@ -112,17 +136,15 @@ impl Build {
     }
 
     /// Waits for its turn if another build runs.
-    async fn parts(&self, installation: &Installation) -> Result<assemble::Parts, CliError> {
+    async fn parts(
+        &self,
+        installation: &Installation,
+        templates: &Path,
+    ) -> Result<assemble::Parts, CliError> {
         let begin = std::time::Instant::now();
         let mut told = false;
         loop {
-            let parts = assemble::Parts::new(
-                installation,
-                &self.data_dir,
-                self.templates.as_deref(),
-                self.daemon.as_deref(),
-            );
-            match parts.await {
+            match self.parts_now(installation, templates).await {
                 Err(error) if error.is_busy() && begin.elapsed() < TURN_LIMIT => {
                     if !told {
                         output::note("another template build is running: waiting for it");
@@ -133,6 +155,22 @@ impl Build {
                 parts => return parts,
             }
         }
+    }
+
+    async fn parts_now(
+        &self,
+        installation: &Installation,
+        templates: &Path,
+    ) -> Result<assemble::Parts, CliError> {
+        let privileges = LocalPrivileges::new(&installation.name, &installation.run_directory)
+            .map_err(|error| assemble::privilege_error(error, installation))?;
+        assemble::Parts::new(
+            installation,
+            Arc::new(privileges),
+            templates,
+            self.daemon.as_deref(),
+        )
+        .await
     }
 
     fn recipe(&self) -> Result<Recipe, CliError> {

@@ -1,4 +1,4 @@
-//! Builds the parts that both `space up` and `space template build` stand on.
+//! Builds the parts that both the node and `space template build` stand on.
 
 use std::{
     os::unix::fs::DirBuilderExt as _,
@@ -7,11 +7,11 @@ use std::{
 };
 
 use space_api::size::SizeClass;
-use space_node_manager::{LocalPrivileges, PrivilegeError, Privileges};
+use space_node_manager::{PrivilegeError, Privileges};
 use space_vmm::{QemuConfig, QemuDriver, Vmm, VmmError};
 use space_volume::{MachineRequest, TemplateBuilder, VolumeConfig};
 
-use super::{Installation, find_daemon, volume_error};
+use super::{find_daemon, installation::Installation, volume_error};
 use crate::error::{CliError, Kind};
 
 /// Where builds share root images and kernels, below the template store.
@@ -31,21 +31,17 @@ pub(crate) struct Parts {
 impl Parts {
     pub(crate) async fn new(
         installation: &Installation,
-        data: &Path,
-        templates: Option<&Path>,
+        privileges: Arc<dyn Privileges>,
+        templates: &Path,
         daemon: Option<&Path>,
     ) -> Result<Self, CliError> {
         let daemon_program = find_daemon(daemon)?;
         let run = &installation.run_directory;
-        let privileges: Arc<dyn Privileges> = Arc::new(
-            LocalPrivileges::new(&installation.name, run).map_err(|error| privilege_error(error, data))?,
-        );
         let driver = QemuDriver::probe(QemuConfig::default(), Arc::clone(&privileges)).await;
         let vmm: Arc<dyn Vmm> = Arc::new(driver.map_err(vmm_error)?);
-        let directory = templates.map_or_else(|| data.join("templates"), Path::to_owned);
         let config = VolumeConfig {
-            cache_directory: directory.join(CACHE),
-            directory,
+            cache_directory: templates.join(CACHE),
+            directory: templates.to_owned(),
             daemon_program,
         };
         let builder = TemplateBuilder::new(config)
@@ -61,7 +57,7 @@ impl Parts {
             privileges,
             vmm,
             builder,
-            build_uid: installation.uids.end,
+            build_uid: installation.build_uid(),
             run_directory,
         })
     }
@@ -84,13 +80,14 @@ impl Parts {
     }
 }
 
-fn privilege_error(error: PrivilegeError, data: &Path) -> CliError {
+/// Why nobody can perform privileged acts for `installation`, with what to do about it.
+pub(crate) fn privilege_error(error: PrivilegeError, installation: &Installation) -> CliError {
     let hint = match &error {
         PrivilegeError::NotPermitted { .. } => "run it with sudo".to_owned(),
         PrivilegeError::NoController { .. } => "`space doctor` says how to mend it".to_owned(),
         _ => format!(
             "is another `space up` running on {}? Stop it, or choose another --data-dir",
-            data.display()
+            installation.data_directory.display()
         ),
     };
     CliError::new(

@@ -4,17 +4,28 @@ use std::{path::Path, sync::Arc};
 
 use space_api::{key::ApiKey, rest::Quotas};
 use space_control::{Control, ControlConfig};
-use space_node::{LockError, Node, NodeConfig, NodeManager, OpenError, VolumeTemplates};
+use space_node::{LockError, Node, NodeConfig, NodeManager, OpenError, PoolConfig, VolumeTemplates};
+use space_node_manager::Privileges;
 use space_store::{SqliteStore, Store};
-use space_volume::{BuildOptions, Recipe, VolumeError};
+use space_volume::VolumeError;
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
-use super::{Installation, Up, assemble::Parts, key_file, volume_error, write_private};
 use crate::{
+    cli::key_file,
+    commands::up::{Serving, assemble::Parts, installation::Installation, volume_error, write_private},
     error::{CliError, Kind},
     output,
 };
+
+/// What becomes of the sandboxes when the node stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sandboxes {
+    /// All are ended, and recorded as such.
+    End,
+    /// They run on, for the next node.
+    Leave,
+}
 
 /// Everything that runs.
 pub(crate) struct Platform {
@@ -28,19 +39,26 @@ pub(crate) struct Platform {
 }
 
 impl Platform {
+    /// Opens the node, which takes over what lives, and everything above it.
     pub(crate) async fn start(
-        up: &Up,
+        serving: &Serving,
         installation: &Installation,
-        data: &Path,
+        privileges: Arc<dyn Privileges>,
         listener: TcpListener,
         cancel: CancellationToken,
     ) -> Result<Self, CliError> {
-        let parts = Parts::new(installation, data, up.templates.as_deref(), up.daemon.as_deref()).await?;
+        let data = &installation.data_directory;
+        let templates = serving.templates(data)?;
+        let parts = Parts::new(installation, privileges, &templates, serving.daemon.as_deref()).await?;
         let config = NodeConfig {
-            capacity: up.capacity,
-            max_creating: up.capacity,
+            capacity: serving.capacity,
+            max_creating: serving.capacity,
             uids: installation.uids.clone(),
-            ..NodeConfig::new(data.to_owned(), installation.run_directory.clone())
+            pool: PoolConfig {
+                max_machines: serving.pool,
+                ..PoolConfig::default()
+            },
+            ..NodeConfig::new(data.clone(), installation.run_directory.clone())
         };
         let templates = VolumeTemplates::new(
             Arc::clone(&parts.builder),
@@ -54,19 +72,19 @@ impl Platform {
             .await
             .map_err(open_error)?;
         let started = tokio::select! {
-            started = Self::start_on(up, data, listener, parts, Arc::clone(&node)) => started,
+            started = Self::start_on(serving, data, listener, parts, Arc::clone(&node)) => started,
             () = cancel.cancelled() => Err(CliError::environment("the start was given up")),
         };
         if started.is_err() {
-            // What it has made ahead goes with it.
-            node.shutdown().await;
+            // What it has made ahead goes with it; what lived before lives on.
+            node.detach().await;
         }
         started
     }
 
     /// Everything above the node.
     async fn start_on(
-        up: &Up,
+        serving: &Serving,
         data: &Path,
         listener: TcpListener,
         parts: Parts,
@@ -91,9 +109,9 @@ impl Platform {
         let address = listener.local_addr()?;
         let control = Control::new(
             ControlConfig {
-                domain: up.domain.clone(),
+                domain: serving.domain.clone(),
                 public_url: format!("http://{address}"),
-                announced_domain: Some(format!("{}:{}", up.domain, address.port())),
+                announced_domain: Some(format!("{}:{}", serving.domain, address.port())),
                 ..ControlConfig::default()
             },
             Arc::clone(&store) as _,
@@ -148,11 +166,14 @@ impl Platform {
         CliError::new(Kind::Internal, anyhow::Error::msg(what))
     }
 
-    /// Stops accepting, ends every sandbox, closes the store.
-    pub(crate) async fn shut_down(self) {
+    /// Stops accepting, ends every sandbox or lets go of it, closes the store.
+    pub(crate) async fn stop(self, sandboxes: Sandboxes) {
         self.stop.cancel();
-        // The server waits for its streams, which end with their sandboxes.
-        self.node.shutdown().await;
+        // The server waits for its streams, which end with the node's hold on their sandboxes.
+        match sandboxes {
+            Sandboxes::End => self.node.shutdown().await,
+            Sandboxes::Leave => self.node.detach().await,
+        }
         if self.serving.await.is_err() {
             tracing::error!("the server ended by a panic");
         }
@@ -160,21 +181,14 @@ impl Platform {
     }
 }
 
-/// Makes the template `base` with its machine, unless they are there.
+/// Makes the machine of the template `base`, unless it is there. The template itself takes root to build.
 async fn ensure_base(parts: &Parts) -> Result<(), CliError> {
     let (builder, store) = (&parts.builder, parts.builder.store());
-    let bar = std::cell::OnceCell::new();
     let template = match store.resolve("base") {
         Ok(template) => template,
-        Err(VolumeError::TemplateNotFound { .. }) => {
-            output::note("There is no template `base` yet: building it takes some minutes, once.");
-            let recipe =
-                Recipe::base().map_err(|error| volume_error("cannot read the built-in recipe", error))?;
-            let bar = bar.get_or_init(|| output::Bar::new("building the template"));
-            builder
-                .build(&recipe, &BuildOptions::default(), &bar.progress())
-                .await
-                .map_err(|error| volume_error("cannot build the template `base`", error))?
+        Err(error @ VolumeError::TemplateNotFound { .. }) => {
+            return Err(volume_error("cannot use the template `base`", error)
+                .with_hint("`sudo space up --prepare-only` makes it, or `sudo space template build base`"));
         }
         Err(error) => return Err(volume_error("cannot use the template `base`", error)),
     };
@@ -183,14 +197,11 @@ async fn ensure_base(parts: &Parts) -> Result<(), CliError> {
         .machine(&template, size, parts.vmm.capabilities())
         .map_err(|error| volume_error("cannot use the template `base`", error))?;
     if there.is_none() {
-        let bar = bar.get_or_init(|| output::Bar::new("making the machine"));
-        bar.restart("making the machine that sandboxes start from");
+        let bar = output::Bar::new("making the machine that sandboxes start from");
         builder
             .ensure_machine(&template, parts.request(size), &bar.progress())
             .await
             .map_err(|error| volume_error("cannot make the machine of the template `base`", error))?;
-    }
-    if let Some(bar) = bar.get() {
         bar.finish();
     }
     Ok(())
