@@ -5,9 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use futures_util::future::{join_all, try_join_all};
 use serde_json::{Map, Value, json};
+use space_api::rest::PoolRecord;
 use space_client::{Client, Command, SandboxOptions};
 use tokio::time::MissedTickBehavior;
 
@@ -34,9 +35,9 @@ pub(crate) const BURST: u32 = 32;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Pool {
     /// Machines that stand ready.
-    pub(crate) ready: u64,
+    pub(crate) ready: usize,
     /// Machines it wants.
-    pub(crate) target: u64,
+    pub(crate) target: usize,
     /// Creates that took one, since the start.
     pub(crate) hits: u64,
     /// Creates that found none.
@@ -46,19 +47,18 @@ pub(crate) struct Pool {
 impl Pool {
     /// Asks for it.
     pub(crate) async fn of(client: &Client) -> Result<Self> {
-        let node = serde_json::to_value(client.node().await?)?;
-        Self::parse(&node["pool"]).with_context(|| format!("the node does not say how its pool is: {node}"))
+        Ok(Self::sum(&client.node().await?.pool))
     }
 
-    fn parse(pools: &Value) -> Option<Self> {
+    fn sum(shelves: &[PoolRecord]) -> Self {
         let mut sum = Self::default();
-        for pool in pools.as_array()? {
-            sum.ready += pool["ready"].as_u64()?;
-            sum.target += pool["target"].as_u64()?;
-            sum.hits += pool["hits"].as_u64()?;
-            sum.misses += pool["misses"].as_u64()?;
+        for shelf in shelves {
+            sum.ready += shelf.ready;
+            sum.target += shelf.target;
+            sum.hits += shelf.hits;
+            sum.misses += shelf.misses;
         }
-        Some(sum)
+        sum
     }
 
     /// Waits until it has all the machines it wants, and says how long that took.
@@ -67,7 +67,7 @@ impl Pool {
     }
 
     /// The same, and it wants at least so many.
-    async fn reach(client: &Client, least: u64) -> Result<(Self, Duration)> {
+    async fn reach(client: &Client, least: usize) -> Result<(Self, Duration)> {
         let begin = Instant::now();
         loop {
             let pool = Self::of(client).await?;
@@ -92,7 +92,7 @@ impl Pool {
         for sandbox in &taken {
             create::end(client, sandbox).await?;
         }
-        let (_, took) = Self::reach(client, u64::from(size)).await?;
+        let (_, took) = Self::reach(client, usize::try_from(size)?).await?;
         Ok(took)
     }
 
@@ -433,11 +433,17 @@ mod tests {
 
     #[test]
     fn all_shelves_count() {
-        let shelf =
-            |ready, hits| json!({"ready": ready, "target": 4, "hits": hits, "misses": 1, "template": "base"});
-        let pool = Pool::parse(&json!([shelf(3, 10), shelf(1, 0)])).unwrap();
+        let shelf = |ready, hits| PoolRecord {
+            template: "base:latest".to_owned(),
+            size: "1x512x4096".to_owned(),
+            ready,
+            warming: 1,
+            target: 4,
+            hits,
+            misses: 1,
+        };
+        let pool = Pool::sum(&[shelf(3, 10), shelf(1, 0)]);
         assert_eq!((pool.ready, pool.target, pool.hits, pool.misses), (4, 8, 10, 2));
-        assert_eq!(Pool::parse(&json!([])), Some(Pool::default()));
-        assert_eq!(Pool::parse(&json!(null)), None);
+        assert_eq!(Pool::sum(&[]), Pool::default());
     }
 }
