@@ -328,6 +328,7 @@ fn bench_smoke(run: &mut Run<'_>) -> Result<Counts> {
 fn soak(run: &mut Run<'_>) -> Result<Counts> {
     let built = run.built.as_ref().context("nothing was built")?;
     let mut command = bench::soak(run.session, built, &run.data_directory, 40, 6);
+    command.args(["--seconds", "100"]);
     run.session.run("soak", &mut command)?;
     Ok(Counts::success())
 }
