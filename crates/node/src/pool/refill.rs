@@ -175,9 +175,8 @@ impl Refill {
             .map_err(failure::privilege("measuring it"))?;
         tracing::debug!(
             worker = %group,
-            rounds = report.rounds,
             first_ms = report.first.as_secs_f64() * 1e3,
-            last_ms = report.last.as_secs_f64() * 1e3,
+            again_ms = report.again.as_secs_f64() * 1e3,
             cpu_ms = usage.cpu_micros / 1000,
             mib = usage.memory_bytes >> 20,
             "a machine is warm"
