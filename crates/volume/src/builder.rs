@@ -84,7 +84,7 @@ impl TemplateBuilder {
         fs::create_dir_all(cache).map_err(VolumeError::io("make the cache directory"))?;
         let part = Part::new(progress, 0.0, 0.95);
         part.report("waiting for another build", 0.0);
-        let cache_lock = lock::exclusive(&cache.join("lock")).await?;
+        let cache_lock = lock::exclusive(lock::open(&cache.join("lock"))?).await?;
         let swept = cache.clone();
         root::in_background(move || sweep(&swept)).await?;
         let root_image = async {

@@ -24,6 +24,7 @@ mod machine;
 mod manifest;
 mod modules;
 mod name;
+mod owner;
 mod progress;
 mod recipe;
 mod root;

@@ -32,8 +32,7 @@ pub(crate) fn try_shared(file: &File) -> Result<bool, VolumeError> {
 }
 
 /// Takes the lock alone, waiting for it without a limit: the caller has one. May be dropped at any point.
-pub(crate) async fn exclusive(path: &Path) -> Result<File, VolumeError> {
-    let file = open(path)?;
+pub(crate) async fn exclusive(file: File) -> Result<File, VolumeError> {
     while !try_exclusive(&file)? {
         tokio::time::sleep(RETRY).await;
     }

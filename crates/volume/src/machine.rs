@@ -27,7 +27,7 @@ use space_vmm::{
 
 use crate::{
     Digest, MachineFiles, Progress, Template, TemplateStore, VolumeError, command::Program, lock,
-    progress::Part, root::in_background, sparse, store::set_mode, warm,
+    owner::Owner, progress::Part, root::in_background, sparse, store::set_mode, warm,
 };
 
 /// Raise when the way a machine is brought up changes what its snapshot holds.
@@ -155,7 +155,7 @@ pub(crate) async fn build(
         monitor_key(capabilities)
     );
     part.report("waiting for another build of the same machine", 0.0);
-    let _lock = lock::exclusive(&store.build_lock_path(&key)).await?;
+    let _lock = lock::exclusive(store.build_lock(&key)?).await?;
     if existing(store, template, request.size, capabilities)?.is_some() {
         return Ok(());
     }
@@ -163,12 +163,12 @@ pub(crate) async fn build(
     part.report("making the writable disk", 0.01);
     let work = store.work()?;
     let disk = work.path().join("disk");
-    make_disk(&disk, request.size).await?;
+    make_disk(store, &disk, request.size).await?;
     let disk_file = File::open(&disk).map_err(VolumeError::io("open the writable disk"))?;
 
     let room = Room::new(request, work.path())?;
     let made: Result<PathBuf, VolumeError> = async {
-        room.make(request, &disk).await?;
+        room.make(store, request, &disk).await?;
         let kernel_arguments = if capabilities.accelerator == "tcg" {
             format!("{KERNEL_ARGUMENTS}{EMULATED_KERNEL_ARGUMENTS}")
         } else {
@@ -188,7 +188,8 @@ pub(crate) async fn build(
             memory_bytes_on_disk: 0,
         };
         let (memory, state, copied) = (room.memory(), room.state(), result.clone());
-        in_background(move || keep(&memory, &state, &disk_file, &copied, record)).await?;
+        let owner = store.owner();
+        in_background(move || keep(&memory, &state, &disk_file, &copied, record, owner)).await?;
         Ok(result)
     }
     .await;
@@ -196,6 +197,7 @@ pub(crate) async fn build(
     let result = made?;
     taken_down?;
 
+    let _owner = store.act();
     let machines = store.machines_path(template.digest);
     fs::create_dir_all(&machines).map_err(VolumeError::io("publish a machine"))?;
     set_mode(&machines, 0o755, "publish a machine")?;
@@ -206,12 +208,14 @@ pub(crate) async fn build(
 
 /// A sparse ext4 file. No journal: after a crash of the guest its machine is started from a snapshot, never mounted
 /// again as it is. No checksums of metadata: they cost emulated instructions and protect from nothing here.
-async fn make_disk(path: &Path, size: SizeClass) -> Result<(), VolumeError> {
+async fn make_disk(store: &TemplateStore, path: &Path, size: SizeClass) -> Result<(), VolumeError> {
     let step = "make the writable disk";
-    let file = File::create_new(path).map_err(VolumeError::io(step))?;
-    file.set_len(u64::from(size.disk_mib) << 20)
-        .map_err(VolumeError::io(step))?;
-    drop(file);
+    {
+        let _owner = store.act();
+        let file = File::create_new(path).map_err(VolumeError::io(step))?;
+        file.set_len(u64::from(size.disk_mib) << 20)
+            .map_err(VolumeError::io(step))?;
+    }
     const UUID: &str = "7a1f0c52-93de-4b07-8f41-2c6d5e8b9a03";
     Program::new("mkfs.ext4", "e2fsprogs", Duration::from_secs(120))
         .env("E2FSPROGS_FAKE_TIME", "1700000000")
@@ -229,7 +233,7 @@ async fn make_disk(path: &Path, size: SizeClass) -> Result<(), VolumeError> {
 struct Room {
     name: ObjectName,
     sockets: PathBuf,
-    /// Where the monitor may make files.
+    /// Where the files of the monitor are.
     files: PathBuf,
 }
 
@@ -260,12 +264,20 @@ impl Room {
         self.files.join("state")
     }
 
-    async fn make(&self, request: &MachineRequest, disk: &Path) -> Result<(), VolumeError> {
+    async fn make(
+        &self,
+        store: &TemplateStore,
+        request: &MachineRequest,
+        disk: &Path,
+    ) -> Result<(), VolumeError> {
         let privileges = &request.privileges;
         make_directory(&self.sockets, 0o700)?;
-        // The monitor's user opens memory and state by name in it.
-        make_directory(&self.files, 0o711)?;
-        let disk = fs::File::open(disk).map_err(VolumeError::io("open the disk"))?;
+        {
+            let _owner = store.act();
+            // The monitor's user opens the memory by name in it.
+            make_directory(&self.files, 0o711)?;
+        }
+        let disk = File::open(disk).map_err(VolumeError::io("open the disk"))?;
         privileges
             .give_file(disk.into_parts().0.into(), request.uid)
             .await
@@ -427,15 +439,25 @@ async fn bring_up(
 }
 
 /// Copies what the monitor made into a directory ready to be published.
-fn keep(memory: &Path, state: &Path, disk: &File, to: &Path, mut record: Record) -> Result<(), VolumeError> {
+fn keep(
+    memory: &Path,
+    state: &Path,
+    disk: &File,
+    to: &Path,
+    mut record: Record,
+    owner: Owner,
+) -> Result<(), VolumeError> {
     use std::os::unix::fs::MetadataExt as _;
 
     let step = "keep a machine's files";
+    let open = |path: &Path| File::open(path).map_err(VolumeError::io(step));
+    // The monitor's, and this process's.
+    let (memory, state) = (open(memory)?, open(state)?);
+    let _owner = owner.act();
     fs::create_dir(to).map_err(VolumeError::io(step))?;
     set_mode(to, 0o755, step)?;
-    let open = |path: &Path| File::open(path).map_err(VolumeError::io(step));
-    sparse::copy(&open(memory)?, &to.join("memory"))?;
-    sparse::copy(&open(state)?, &to.join("state"))?;
+    sparse::copy(&memory, &to.join("memory"))?;
+    sparse::copy(&state, &to.join("state"))?;
     sparse::copy(disk, &to.join("disk.raw"))?;
     let kept = fs::metadata(to.join("memory")).map_err(VolumeError::io(step))?;
     record.memory_bytes_on_disk = kept.blocks() * 512;

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! Everything is made in `work`, flushed and renamed into place, so a crash leaves nothing half made where it could be
-//! found. Files are read-only for all, directories can be passed by all: monitors run as ordinary users.
+//! found. Files are read-only for all, directories can be passed by all. All of it belongs to the owner of the store's
+//! directory, whoever makes it (see `owner`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,6 +29,7 @@ use space_api::size::SizeClass;
 use crate::{
     Digest, Label, Manifest, Reference, Template, VolumeError, lock,
     manifest::{Blob, MAX_MANIFEST},
+    owner::{Acting, Owner},
 };
 
 /// Manifests kept in memory at most; beyond that they are read again.
@@ -38,6 +40,7 @@ const DIRECTORIES: [&str; 6] = ["blobs", "manifests", "names", "machines", "lock
 #[derive(Debug)]
 pub struct TemplateStore {
     directory: PathBuf,
+    owner: Owner,
     /// Held shared as long as the store is open.
     _open: File,
     /// Manifests that were read and found to be what their digest says: every create asks for one. Read again when their
@@ -68,6 +71,9 @@ impl TemplateStore {
     pub fn open(directory: impl Into<PathBuf>) -> Result<Self, VolumeError> {
         let directory = directory.into();
         let step = "open the template store";
+        fs::create_dir_all(&directory).map_err(VolumeError::io(step))?;
+        let owner = Owner::of(&directory)?;
+        let _owner = owner.act();
         for name in std::iter::once("").chain(DIRECTORIES) {
             let path = directory.join(name);
             fs::create_dir_all(&path).map_err(VolumeError::io(step))?;
@@ -95,9 +101,20 @@ impl TemplateStore {
         }
         Ok(Self {
             directory,
+            owner,
             _open: open,
             verified: Mutex::default(),
         })
+    }
+
+    /// As whom it is touched.
+    pub(crate) fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// Every change of the store begins with this.
+    pub(crate) fn act(&self) -> Acting {
+        self.owner.act()
     }
 
     /// Where it is.
@@ -135,6 +152,7 @@ impl TemplateStore {
     /// Removes a name; or, by digest, all names that lead to it. Files that nothing needs any more go too.
     pub fn remove(&self, reference: &str) -> Result<(), VolumeError> {
         let step = "remove a template's name";
+        let _owner = self.act();
         {
             let _lock = self.lock()?;
             let parsed: Reference = reference.parse()?;
@@ -164,6 +182,7 @@ impl TemplateStore {
     /// needs.
     pub fn collect(&self) -> Result<(), VolumeError> {
         let step = "collect unused templates";
+        let _owner = self.act();
         let _lock = self.lock()?;
         let named: BTreeSet<Digest> = self.names()?.into_iter().map(|(_, _, digest)| digest).collect();
         let mut kept = BTreeSet::new();
@@ -193,7 +212,7 @@ impl TemplateStore {
                 self.discard(&path)?;
             }
         }
-        let importing = lock::open(&self.directory.join("import.lock"))?;
+        let importing = self.lock_file("import.lock")?;
         if all_readable && lock::try_exclusive(&importing)? {
             for (path, file_name) in entries(&self.directory.join("blobs"))? {
                 if Digest::from_file_name(&file_name).is_none_or(|digest| !blobs.contains(&digest)) {
@@ -229,6 +248,7 @@ impl TemplateStore {
         manifest: &Manifest,
     ) -> Result<Template, VolumeError> {
         let step = "publish a template";
+        let _owner = self.act();
         let _lock = self.lock()?;
         let bytes = manifest.to_bytes()?;
         let digest = Digest::of(&bytes);
@@ -254,7 +274,7 @@ impl TemplateStore {
 
     /// Held while files are brought in that no manifest names yet, so that they are not collected.
     pub(crate) async fn importing(&self) -> Result<File, VolumeError> {
-        let file = lock::open(&self.directory.join("import.lock"))?;
+        let file = self.lock_file("import.lock")?;
         while !lock::try_shared(&file)? {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
@@ -283,10 +303,15 @@ impl TemplateStore {
         {
             return Ok(blob.clone());
         }
+        // As this process: the file may be anybody's.
+        let source = File::open(from).map_err(VolumeError::io(step))?;
+        let _owner = self.act();
         let work = self.work()?;
         let copy = work.path().join("file");
         if fs::hard_link(from, &copy).is_err() {
-            fs::copy(from, &copy).map_err(VolumeError::io(step))?;
+            let copied = File::create_new(&copy).map_err(VolumeError::io(step))?;
+            // Between files of the standard library the kernel copies, or shares, by itself.
+            io::copy(&mut source.file(), &mut copied.file()).map_err(VolumeError::io(step))?;
         }
         set_mode(&copy, 0o444, step)?;
         let mut file = File::open(&copy).map_err(VolumeError::io(step))?;
@@ -305,13 +330,19 @@ impl TemplateStore {
     }
 
     /// Lock file of the one who builds `key`.
-    pub(crate) fn build_lock_path(&self, key: &str) -> PathBuf {
-        self.directory.join("locks").join(key)
+    pub(crate) fn build_lock(&self, key: &str) -> Result<File, VolumeError> {
+        self.lock_file(&format!("locks/{key}"))
+    }
+
+    fn lock_file(&self, name: &str) -> Result<File, VolumeError> {
+        let _owner = self.act();
+        lock::open(&self.directory.join(name))
     }
 
     /// A fresh directory that all may pass; removed when dropped, or by the next one to open the store.
     pub(crate) fn work(&self) -> Result<tempfile::TempDir, VolumeError> {
         let step = "make a working directory";
+        let _owner = self.act();
         let work = tempfile::Builder::new()
             .prefix("w")
             .rand_bytes(8)
@@ -383,6 +414,7 @@ impl TemplateStore {
     }
 
     fn put(&self, bytes: &[u8], to: &Path, step: &'static str) -> Result<(), VolumeError> {
+        let _owner = self.act();
         let work = self.work()?;
         let path = work.path().join("file");
         let mut file = File::create_new(&path).map_err(VolumeError::io(step))?;
@@ -394,7 +426,7 @@ impl TemplateStore {
 
     /// For changes of names and for collecting: short, so waiting for it blocks.
     fn lock(&self) -> Result<File, VolumeError> {
-        let file = lock::open(&self.directory.join("lock"))?;
+        let file = self.lock_file("lock")?;
         file.file()
             .lock()
             .map_err(VolumeError::io("lock the template store"))?;

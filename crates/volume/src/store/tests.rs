@@ -189,3 +189,68 @@ fn a_file_is_imported_once_and_its_digest_is_its_content() {
     assert_eq!(store.import_file(&from, Some(&blob)).unwrap(), blob);
     assert_eq!(fs::read(store.blob_path(blob.digest)).unwrap(), b"image");
 }
+
+#[test]
+fn what_root_makes_in_the_store_of_another_is_the_others() {
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: needs root");
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    set_mode(directory.path(), 0o755, "test").unwrap();
+    let path = directory.path().join("store");
+    fs::create_dir(&path).unwrap();
+    std::os::unix::fs::chown(&path, Some(40_430), Some(40_431)).unwrap();
+    let image = directory.path().join("image");
+    fs::write(&image, "only root reads it").unwrap();
+    set_mode(&image, 0o400, "test").unwrap();
+
+    let store = TemplateStore::open(&path).unwrap();
+    let template = publish(&store, "base", "latest", "root");
+    let blob = store.import_file(&image, None).unwrap();
+    let machine = store.machines_path(template.digest);
+    {
+        let _owner = store.act();
+        fs::create_dir_all(machine.join("1x128x256-abc")).unwrap();
+    }
+    drop(store.build_lock("key").unwrap());
+    store.resolve("base").unwrap();
+    let mut left = vec![path.clone()];
+    let mut seen = 0;
+    while let Some(path) = left.pop() {
+        let metadata = fs::symlink_metadata(&path).unwrap();
+        assert_eq!(
+            (metadata.uid(), metadata.gid()),
+            (40_430, 40_431),
+            "{}",
+            path.display()
+        );
+        seen += 1;
+        if metadata.is_dir() {
+            left.extend(entries(&path).unwrap().into_iter().map(|(path, _)| path));
+        }
+    }
+    assert!(seen > 15, "{seen}");
+    assert_eq!(
+        fs::metadata(&image).unwrap().permissions().mode() & 0o777,
+        0o400,
+        "the source is as it was"
+    );
+
+    // A link put in its way leads root nowhere that the owner could not go.
+    let precious = directory.path().join("precious");
+    fs::write(&precious, "precious").unwrap();
+    set_mode(&precious, 0o600, "test").unwrap();
+    fs::remove_file(path.join("lock")).unwrap();
+    std::os::unix::fs::symlink(&precious, path.join("lock")).unwrap();
+    assert!(store.remove("base").is_err());
+    fs::remove_file(path.join("lock")).unwrap();
+
+    // And its owner goes on with it.
+    {
+        let _owner = store.act();
+        let owners = TemplateStore::open(&path).unwrap();
+        owners.remove("base").unwrap();
+        assert!(!owners.blob_path(blob.digest).exists());
+    }
+}
