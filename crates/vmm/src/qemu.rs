@@ -83,7 +83,9 @@ impl QemuDriver {
     /// # Errors
     /// As of [`QemuDriver::probe`].
     pub async fn detect(config: &QemuConfig) -> Result<Capabilities, VmmError> {
-        probe::probe(config).await.map(|(_, capabilities)| capabilities)
+        probe::probe(config, None)
+            .await
+            .map(|(_, capabilities)| capabilities)
     }
 
     /// Finds QEMU and what it can do here. Takes one run of `qemu --version`.
@@ -91,7 +93,7 @@ impl QemuDriver {
     /// # Errors
     /// [`VmmError::Unavailable`] if QEMU is missing or older than 8.2, or KVM was demanded and is not usable.
     pub async fn probe(config: QemuConfig, privileges: Arc<dyn Privileges>) -> Result<Self, VmmError> {
-        let (program, capabilities) = probe::probe(&config).await?;
+        let (program, capabilities) = probe::probe(&config, Some(&*privileges)).await?;
         tracing::info!(
             program = %program.display(),
             version = capabilities.version,

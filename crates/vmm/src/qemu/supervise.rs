@@ -314,7 +314,59 @@ fn last_words(console: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use space_node_manager::{Act, RecordingPrivileges, VmmProcess};
+
     use super::*;
+
+    #[tokio::test]
+    async fn a_watch_that_is_lost_with_its_keeper_is_no_end() {
+        let privileges = Arc::new(RecordingPrivileges::default());
+        let name = ObjectName::new("m").unwrap();
+        let started = VmmProcess {
+            name: name.clone(),
+            program: "/usr/bin/monitor".into(),
+            arguments: Vec::new(),
+            uid: 1,
+            network_namespace: None,
+            descriptors: std::collections::BTreeMap::new(),
+            log: None,
+            file_size_limit: 0,
+            views: Vec::new(),
+        };
+        let identity = privileges.spawn(started).await.unwrap().identity;
+        // The keeper is gone, and cannot be reached for the first two tries.
+        let mut refusals = 2;
+        privileges.fail_if(move |act| {
+            let refuse = matches!(act, Act::Adopt(_)) && refusals > 0;
+            refusals -= i32::from(refuse);
+            refuse
+        });
+        let (_, lost) = watch::channel(None);
+        let mut process = Process::new(privileges.clone(), identity, lost);
+        let watching = tokio::spawn(async move { process.ended().await });
+        let adopted = async {
+            while privileges
+                .acts()
+                .iter()
+                .filter(|act| matches!(act, Act::Adopt(_)))
+                .count()
+                < 3
+            {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), adopted)
+            .await
+            .expect("it asks again");
+        assert!(!watching.is_finished());
+        privileges.end_processes(&name, ExitStatus::Code(3));
+        assert_eq!(watching.await.unwrap(), ExitStatus::Code(3));
+
+        // One that ended in between is gone, and how is not known.
+        let (_, lost) = watch::channel(None);
+        let mut gone = Process::new(privileges, identity, lost);
+        assert_eq!(gone.ended().await, ExitStatus::Unknown);
+    }
 
     #[test]
     fn a_panic_is_told_from_a_reboot_by_the_console() {

@@ -337,8 +337,11 @@ impl Talk {
             let again = Instant::now() + Duration::from_secs(2);
             while let Some(rest) = again.checked_duration_since(Instant::now()) {
                 match tokio::time::timeout(rest, self.hear()).await {
-                    Ok(heard) if heard? == greeting => return Ok(()),
-                    Ok(_) => {}
+                    Ok(heard) => {
+                        if heard? == greeting {
+                            return Ok(());
+                        }
+                    }
                     Err(_) => break,
                 }
             }
