@@ -269,7 +269,6 @@ fn silent(what: &str) -> EndCause {
 }
 
 /// The cause for a machine that its driver could not take over.
-#[expect(clippy::needless_pass_by_value, reason = "used as a function in map_err")]
 fn machine_cause(error: VmmError) -> EndCause {
     let VmmError::Exited { reason, .. } = error else {
         return failed(&chain(&error));

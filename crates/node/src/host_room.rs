@@ -132,12 +132,15 @@ fn own_files_free() -> io::Result<u64> {
     Ok(most.unwrap_or(u64::MAX).saturating_sub(used))
 }
 
+/// What, how much is left, how much is kept in reserve, how to say an amount, and what to do about it.
+type Mark<'a> = (&'a str, io::Result<u64>, u64, &'a dyn Fn(u64) -> String, &'a str);
+
 /// A figure that cannot be read counts as run out.
 fn lacking(config: &NodeConfig, spare: u64) -> Option<String> {
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
     let count = |count: u64| count.to_string();
     let memory = memory_available().map(|free| free.saturating_add(spare));
-    let marks: [(&str, io::Result<u64>, u64, &dyn Fn(u64) -> String, &str); 5] = [
+    let marks: [Mark<'_>; 5] = [
         (
             "memory",
             memory,

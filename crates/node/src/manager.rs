@@ -241,9 +241,8 @@ impl Node for NodeManager {
         };
         let (reply, taken) = oneshot::channel();
         let sent = handle.inputs.send(Input::SetDeadline(deadline, reply)).await;
-        let recording = match (sent, taken.await) {
-            (Ok(()), Ok(recording)) => recording,
-            _ => return Err(self.elsewhere(id).await),
+        let (Ok(()), Ok(recording)) = (sent, taken.await) else {
+            return Err(self.elsewhere(id).await);
         };
         Ok(recording.durable().await?)
     }

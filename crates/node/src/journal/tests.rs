@@ -102,7 +102,7 @@ async fn a_life_is_read_back_whole_in_each_of_its_states() {
         }
     }
     let opened = open(&path).await;
-    assert_eq!(opened.lives, [expected.clone()]);
+    assert_eq!(opened.lives, std::slice::from_ref(&expected));
 
     let at = now_as_recorded();
     let later = Timestamp::from_microsecond(at.as_microsecond() + 7).expect("in range");

@@ -239,8 +239,8 @@ async fn health_is_not_asked_while_it_stands_still() {
     let (still, other) = (created(&fixture).await, created(&fixture).await);
     let asked = |id: &SandboxId| {
         let life = fixture.life(id).expect("lives");
-        let count = locked(&life.guest.known).health;
-        count
+        let known = locked(&life.guest.known);
+        known.health
     };
     until("it is asked", || asked(&still) >= 3).await;
     within(fixture.node.pause(&still)).await.expect("is paused");
