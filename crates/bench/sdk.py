@@ -40,9 +40,9 @@ def main():
     running = Sandbox.create(timeout=600, **opts)
     try:
         for transport in list(sdk._pools.values()):
-            answer = pyqwest.SyncClient(transport).get(os.environ["E2B_API_URL"] + "/health")
-            if answer.http_version != version:
-                raise SystemExit(f"{answer.http_version} was spoken, not {version}")
+            with pyqwest.SyncClient(transport).stream("GET", os.environ["E2B_API_URL"] + "/health") as answer:
+                if answer.http_version != version:
+                    raise SystemExit(f"{answer.http_version} was spoken, not {version}")
         for _ in range(5):
             running.commands.run("true")
         create, create_run, warm = [], [], []

@@ -32,7 +32,8 @@ pub(crate) async fn idle_sandboxes(client: &Client, n: u32, report: &mut Report)
     bar.finish_and_clear();
     let (mut proportional, mut private) = (0, 0);
     for sandbox in &sandboxes {
-        let memory = memory_of(&monitor_of(sandbox.id().as_str())?)?;
+        let record = client.inspect(sandbox.id()).await?;
+        let memory = memory_of(&monitor_of(create::machine_of(&record))?)?;
         proportional += memory.proportional;
         private += memory.private;
     }
@@ -55,8 +56,13 @@ pub(crate) async fn idle_sandboxes(client: &Client, n: u32, report: &mut Report)
     Ok(())
 }
 
-/// The process directory of a sandbox's monitor: the one whose arguments name the sandbox.
-pub(crate) fn monitor_of(sandbox: &str) -> Result<PathBuf> {
+/// The process directory of a machine's monitor: the one whose arguments name it.
+pub(crate) fn monitor_of(machine: &str) -> Result<PathBuf> {
+    ensure!(
+        !machine.is_empty(),
+        "the platform does not tell a sandbox's machine"
+    );
+    let name = format!("space-{machine}");
     for entry in fs_err::read_dir("/proc")? {
         let directory = entry?.path();
         // Processes end while we look.
@@ -67,13 +73,11 @@ pub(crate) fn monitor_of(sandbox: &str) -> Result<PathBuf> {
         let is_monitor = words
             .next()
             .is_some_and(|program| String::from_utf8_lossy(program).contains("qemu-system"));
-        if is_monitor && words.any(|word| String::from_utf8_lossy(word).contains(sandbox)) {
+        if is_monitor && words.any(|word| word == name.as_bytes()) {
             return Ok(directory);
         }
     }
-    anyhow::bail!(
-        "no monitor of sandbox {sandbox} runs on this machine: the benchmark must run beside the platform"
-    )
+    anyhow::bail!("no monitor of machine {machine} runs here: the benchmark must run beside the platform")
 }
 
 fn memory_of(process: &Path) -> Result<Memory> {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::future::try_join_all;
 use http_body_util::{BodyExt as _, Full};
@@ -26,6 +26,8 @@ const STREAMS: usize = 100;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Between two questions: long enough for the streams' bytes to flow.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Bytes of a stream that ended which an error shows.
+const SHOWN: usize = 1000;
 /// Longest that the guest may take to answer, milliseconds.
 const PROMISE: f64 = 10.0;
 
@@ -107,10 +109,20 @@ async fn start_endless(mut daemon: SendRequest<Full<Bytes>>) -> Result<Incoming>
 
 /// Reads as much as could have been waiting.
 async fn a_window_of(mut stream: Incoming) -> Result<()> {
-    let mut left = usize::try_from(STREAM_WINDOW)?;
-    while left > 0 {
-        let frame = stream.frame().await.context("a stream ended")??;
-        left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
+    let window = usize::try_from(STREAM_WINDOW)?;
+    let mut read = 0;
+    let mut begin = Vec::new();
+    while read < window {
+        let Some(frame) = stream.frame().await else {
+            bail!(
+                "a stream ended after {read} bytes: {}",
+                String::from_utf8_lossy(&begin)
+            );
+        };
+        if let Ok(data) = frame?.into_data() {
+            read += data.len();
+            begin.extend(data.iter().take(SHOWN.saturating_sub(begin.len())));
+        }
     }
     Ok(())
 }

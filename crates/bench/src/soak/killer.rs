@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::{Result, ensure};
 use rand::{Rng as _, rngs::StdRng};
 use space_client::Client;
 
@@ -16,8 +17,10 @@ use crate::{
 
 /// Between two looks at anything.
 const PAUSE: Duration = Duration::from_millis(20);
-/// After a start that failed; what the killed one left may still be going.
+/// Between an end of `space up` and its next start.
 const START_AGAIN: Duration = Duration::from_millis(200);
+/// How long after a kill its next start may fail.
+const START_LIMIT: Duration = Duration::from_secs(10);
 /// Longest wait between the moment a kill is due and the kill.
 const JITTER: Duration = Duration::from_millis(300);
 /// One kill in so many is followed at once by another: recovery must survive that too.
@@ -56,10 +59,10 @@ pub(super) async fn kill(
         }
         if disturbed {
             let begin = Instant::now();
-            match answers(client).await {
+            match answers(platform, client).await {
                 Ok(()) => ledger.recovered(begin.elapsed()),
                 Err(error) => ledger.fault(format!(
-                    "the platform did not answer within {} s of a kill: {error}",
+                    "the platform did not answer within {} s of a kill: {error:#}",
                     RECOVERY_LIMIT.as_secs()
                 )),
             }
@@ -102,36 +105,45 @@ fn one(platform: &RefCell<Platform>, ledger: &Ledger, random: &mut StdRng) -> bo
     role != Role::Monitor
 }
 
-/// Waits until the platform answers twice in a row with a pause between: the first may still be the old process.
-pub(super) async fn answers(client: &Client) -> Result<(), space_client::ClientError> {
+/// Waits until the platform is whole and answers, twice in a row: the first answer may still be the old process's.
+pub(super) async fn answers(platform: &RefCell<Platform>, client: &Client) -> Result<()> {
     let begin = Instant::now();
     let mut good = 0;
     loop {
+        let whole = Role::PLATFORM.iter().all(|role| {
+            let processes = platform.borrow().processes(*role);
+            processes.iter().filter(|process| process.lives()).count() == 1
+        });
         match client.node().await {
-            Ok(_) => good += 1,
-            Err(error) if begin.elapsed() > RECOVERY_LIMIT => return Err(error),
+            Ok(_) if whole => good += 1,
+            Ok(_) => good = 0,
+            Err(error) if begin.elapsed() > RECOVERY_LIMIT => return Err(error.into()),
             Err(_) => good = 0,
         }
         if good == 2 {
             return Ok(());
         }
-        tokio::time::sleep(PAUSE).await;
+        ensure!(begin.elapsed() < RECOVERY_LIMIT, "not all of its processes run");
+        tokio::time::sleep(PAUSE * 2).await;
     }
 }
 
-/// Starts `space up` again whenever it has ended; an end that no kill explains is a fault.
+/// Starts `space up` again whenever it has ended, as a service manager would. An end that no kill explains is a fault; but
+/// what it kept running ends a moment after it, and until then a start finds the port taken.
 pub(super) async fn keep_up(platform: &RefCell<Platform>, ledger: &Ledger) {
-    while !ledger.is_over() {
+    let mut killed: Option<Instant> = None;
+    loop {
         let ended = platform.borrow_mut().ended();
         match ended {
             Ok(None) => {}
             Ok(Some(status)) => {
-                if !ledger.explain_end() {
+                if ledger.explain_end() {
+                    killed = Some(Instant::now());
+                } else if killed.is_none_or(|killed| killed.elapsed() > START_LIMIT) {
                     let said = platform.borrow().log_tail();
                     ledger.fault(format!("space up ended by itself ({status}):\n{said}"));
-                    // What is wrong may be wrong for good.
-                    tokio::time::sleep(START_AGAIN).await;
                 }
+                tokio::time::sleep(START_AGAIN).await;
                 if let Err(error) = platform.borrow_mut().spawn() {
                     ledger.fault(format!("{error:#}"));
                 }
