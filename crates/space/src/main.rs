@@ -27,6 +27,10 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<ExitCode, CliError> {
+    if let Some(name) = cli.command.process_name() {
+        // Only a name: nothing depends on it.
+        let _: Result<(), _> = rustix::thread::set_name(name);
+    }
     let default = if cli.command.is_server() { "info" } else { "error" };
     let filter = EnvFilter::try_from_env("SPACE_LOG").unwrap_or_else(|_| EnvFilter::new(default));
     tracing_subscriber::fmt()

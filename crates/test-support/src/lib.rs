@@ -312,9 +312,12 @@ impl Platform {
         let mut child = self.child.take().expect("it runs");
         child.kill().expect("it can be killed");
         child.wait().expect("it can be waited for");
-        eventually("the end of the children", PART_LIMIT, || {
-            (!children.iter().any(Process::lives)).then_some(())
-        });
+        let begin = Instant::now();
+        while let Some(left) = children.iter().find(|each| each.lives()) {
+            let late = begin.elapsed() > PART_LIMIT;
+            assert!(!late, "a child outlives `space up`: {}", left.describe());
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The same, all three at once.

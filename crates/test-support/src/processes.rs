@@ -28,7 +28,7 @@ impl Part {
 }
 
 /// What `/proc` says of one process.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Process {
     /// Its id.
     pub pid: u32,
@@ -39,6 +39,15 @@ pub struct Process {
     /// Program and arguments.
     pub arguments: Vec<String>,
 }
+
+/// The same process, whatever has become of its parent.
+impl PartialEq for Process {
+    fn eq(&self, other: &Self) -> bool {
+        (self.pid, self.started) == (other.pid, other.started)
+    }
+}
+
+impl Eq for Process {}
 
 impl Process {
     /// Looks at a process; `None` if there is none, or only what a parent has not reaped yet.
@@ -87,6 +96,21 @@ impl Process {
     /// Whether it is there and still the same.
     pub fn lives(&self) -> bool {
         Self::of(self.pid).is_some_and(|now| now.started == self.started)
+    }
+
+    /// What it is doing, for a message about one that should be gone.
+    pub(crate) fn describe(&self) -> String {
+        let read =
+            |file: &str| fs_err::read_to_string(format!("/proc/{}/{file}", self.pid)).unwrap_or_default();
+        let state = self.status().remove("State").unwrap_or_default();
+        format!(
+            "{} {:?}, child of {}, {state}, waits in {}\n{}",
+            self.pid,
+            self.arguments,
+            Self::of(self.pid).map_or(0, |now| now.parent),
+            read("wchan"),
+            read("stack")
+        )
     }
 
     /// The fields of `/proc/PID/status`.

@@ -17,7 +17,7 @@ use rustix::{
     io::Errno,
 };
 use serde_json::json;
-use space_node_manager::{LocalPrivileges, PrivilegeError, Privileges as _, SweepReport};
+use space_node_manager::{LocalOptions, LocalPrivileges, PrivilegeError, Privileges as _, SweepReport};
 
 use super::up::{
     ensure_root,
@@ -62,7 +62,12 @@ impl Down {
 /// Kills every machine of an installation that nobody manages, and removes what belonged to it.
 pub(crate) async fn remove_machines(installation: &Installation) -> Result<SweepReport, CliError> {
     let run = &installation.run_directory;
-    let privileges = LocalPrivileges::new(&installation.name, run).map_err(refused)?;
+    let options = LocalOptions {
+        // The disk's control groups are among what is removed.
+        data_directory: Some(installation.data_directory.clone()),
+        ..LocalOptions::default()
+    };
+    let privileges = LocalPrivileges::with(&installation.name, run, options).map_err(refused)?;
     let swept = privileges.sweep(&BTreeSet::new()).await;
     let swept =
         swept.map_err(|error| CliError::internal("cannot end what is left of the sandboxes", error))?;

@@ -91,6 +91,16 @@ impl Command {
         matches!(self, Self::Up(_) | Self::Node(_) | Self::NodeManager(_))
     }
 
+    /// What tools that list processes show for it, if it is one of the platform's: it is started by another name.
+    pub(crate) fn process_name(&self) -> Option<&'static std::ffi::CStr> {
+        match self {
+            Self::Up(_) => Some(c"space-up"),
+            Self::Node(_) => Some(c"space-node"),
+            Self::NodeManager(_) => Some(c"space-manager"),
+            _ => None,
+        }
+    }
+
     /// Whether one thread is to do it all: `space up` only waits, and its children end with the thread that made them.
     pub(crate) fn is_single_threaded(&self) -> bool {
         matches!(self, Self::Up(_))

@@ -85,7 +85,7 @@ impl Witness {
         let id = self.id.parse().expect("an id");
         let begin = std::time::Instant::now();
         let replay = Replay {
-            stdout: Some(self.output.len() as u64),
+            stdout: self.output.len() as u64,
             ..Replay::default()
         };
         let (sandbox, mut process) = loop {

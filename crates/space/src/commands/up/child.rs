@@ -106,11 +106,16 @@ fn favour() {
     if let Ok(file) = rustix::fs::open(c"/proc/self/oom_score_adj", flags, Mode::empty()) {
         let _: Result<usize, _> = rustix::io::write(&file, OOM_SCORE);
     }
-    let limit = Rlimit {
-        current: Some(OPEN_FILES),
-        maximum: Some(OPEN_FILES),
+    let hard = rustix::process::getrlimit(Resource::Nofile).maximum;
+    let limit = |most: u64| Rlimit {
+        current: Some(OPEN_FILES.min(most)),
+        maximum: Some(most),
     };
-    let _: Result<(), _> = rustix::process::setrlimit(Resource::Nofile, limit);
+    let wanted = hard.unwrap_or(u64::MAX).max(OPEN_FILES);
+    if rustix::process::setrlimit(Resource::Nofile, limit(wanted)).is_err() {
+        let allowed = hard.unwrap_or(OPEN_FILES);
+        let _: Result<(), _> = rustix::process::setrlimit(Resource::Nofile, limit(allowed));
+    }
 }
 
 /// Lets a descriptor through the exec.
