@@ -15,7 +15,7 @@ use tokio::time::MissedTickBehavior;
 use crate::{
     create,
     platform::Platform,
-    processes::{CpuMeter, CpuUse, Role},
+    processes::{CpuMeter, CpuUse, Role, exact_cpu},
     report::{Promise, Report},
     statistics::{Times, round},
 };
@@ -206,6 +206,42 @@ pub(crate) async fn steady(
         3.0,
     ));
     report.value("platform_cpu_per_create", per_create);
+    Ok(())
+}
+
+/// What a create, a delete and the making of the next machine each cost the platform itself. Refilling holds back while
+/// creates come, so a full pool that is emptied at once tells them apart.
+pub(crate) async fn cpu_split(
+    platform: &Platform,
+    client: &Client,
+    size: u32,
+    report: &mut Report,
+) -> Result<()> {
+    let now = || exact_cpu(&platform.data_directory(), platform.installation());
+    Pool::hold(client, size, &create::options()).await?;
+    let mut at = vec![now()?];
+    let mut sandboxes = Vec::new();
+    for _ in 0..size {
+        sandboxes.push(create::create(client).await?);
+    }
+    at.push(now()?);
+    for sandbox in &sandboxes {
+        create::end(client, sandbox).await?;
+    }
+    at.push(now()?);
+    Pool::reach(client, usize::try_from(size)?).await?;
+    at.push(now()?);
+    let names = ["create_ms", "delete_ms", "refill_ms"];
+    for (name, pair) in names.into_iter().zip(at.windows(2)) {
+        let [before, after] = pair else { continue };
+        let each = after.saturating_sub(*before).as_secs_f64() * 1e3 / f64::from(size);
+        report.value(&format!("platform_cpu_split.{name}"), json!(round(each)));
+        report.row(
+            "the platform's own CPU, ms per sandbox",
+            &["ms"],
+            vec![name.trim_end_matches("_ms").to_owned(), format!("{each:.2}")],
+        );
+    }
     Ok(())
 }
 

@@ -96,6 +96,26 @@ impl Process {
     }
 }
 
+/// CPU time that the platform's own processes have used so far, exactly: of every thread that lives.
+pub(crate) fn exact_cpu(data: &Path, installation: &str) -> Result<Duration> {
+    let mut sum = Duration::ZERO;
+    for process in of_platform(data, installation) {
+        if process.role == Role::Monitor {
+            continue;
+        }
+        for thread in fs_err::read_dir(format!("/proc/{}/task", process.pid))? {
+            // A thread that ends meanwhile has done little.
+            let Ok(text) = std::fs::read_to_string(thread?.path().join("schedstat")) else {
+                continue;
+            };
+            let nanos = text.split(' ').next().unwrap_or_default().parse();
+            sum += Duration::from_nanos(nanos.context("schedstat has another form than expected")?);
+        }
+    }
+    ensure!(sum > Duration::ZERO, "no process of the platform is to be seen");
+    Ok(sum)
+}
+
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.role, self.pid)?;

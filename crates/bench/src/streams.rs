@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use bytes::{BufMut as _, Bytes, BytesMut};
-use futures_util::future::try_join_all;
+use futures_util::{StreamExt as _, TryStreamExt as _, future::try_join_all, stream};
 use http_body_util::{BodyExt as _, Full};
 use hyper::{Request, body::Incoming, client::conn::http2::SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -22,6 +22,8 @@ use crate::{
 
 /// Streams that nobody reads.
 const STREAMS: usize = 100;
+/// Programs started at the same time; the daemon refuses more than 64.
+const STARTS_AT_ONCE: usize = 16;
 /// Longest that starting them, or any one answer, may take.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Between two questions: long enough for the streams' bytes to flow.
@@ -47,7 +49,9 @@ pub(crate) async fn control_answers(host: &Host, n: u32, report: &mut Report) ->
     let connection = tokio::spawn(connection);
 
     let quiet = ask(&mut machine, n).await?;
-    let starting = try_join_all((0..STREAMS).map(|_| start_endless(daemon.clone())));
+    let starting = stream::iter((0..STREAMS).map(|_| start_endless(daemon.clone())))
+        .buffer_unordered(STARTS_AT_ONCE)
+        .try_collect::<Vec<Incoming>>();
     let unread = tokio::time::timeout(LIMIT, starting)
         .await
         .context("a hundred programs did not start in time")??;

@@ -167,6 +167,8 @@ async fn with_pool(options: &Create, amounts: &Amounts, host: &Host, report: &mu
 
     let measured = pool::steady(&platform, &client, amounts.pool_n, rate, report).await;
     report.section("pool, steady", measured)?;
+    let measured = pool::cpu_split(&platform, &client, size, report).await;
+    report.section("CPU by what it is for", measured)?;
     let measured = pool::first_results(&client, amounts.first, rate, report).await;
     report.section("first results", measured)?;
     let measured = measure_sdk(options, amounts, &platform, rate, report).await;
