@@ -120,7 +120,8 @@ pub struct SandboxEvent {
     /// When.
     #[schema(value_type = String, format = DateTime)]
     pub at: Timestamp,
-    /// `creating`, `running`, `paused`, `resumed`, `ended`; more may come.
+    /// `creating`, `running`, `paused`, `resumed`, `ended`; what the guest told: `agent_out_of_memory`,
+    /// `agent_process_limit`, `agent_thawed`, `thawed_by_watchdog`; more may come.
     pub kind: String,
     /// In words; of `ended` the cause as JSON.
     pub detail: String,

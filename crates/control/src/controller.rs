@@ -95,6 +95,10 @@ async fn observe(app: &App, event: SandboxEvent) {
         // The create that waits for it marks it as running; without one, reconciliation does.
         SandboxEvent::Ready(_) => Ok(()),
         SandboxEvent::Changed(status) => transitions::follow(app, &status.id).await,
+        SandboxEvent::Told(notice) => {
+            let note = app.store.note(&notice.id, notice.at, notice.kind, &notice.detail);
+            note.await.map(drop)
+        }
         SandboxEvent::Ended(record) => app.record_end(&record).await.map(drop),
     };
     if let Err(error) = outcome {

@@ -46,8 +46,8 @@ pub use lock::LockError;
 pub use manager::NodeManager;
 pub use pool::PoolConfig;
 pub use seam::{
-    CreateSandbox, DataStream, EndRecord, Node, NodeError, NodeInfo, PoolStatus, SandboxEvent, SandboxStatus,
-    TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
+    CreateSandbox, DataStream, EndRecord, GuestNotice, Node, NodeError, NodeInfo, PoolStatus, SandboxEvent,
+    SandboxStatus, TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
 };
 pub use start_up::OpenError;
 pub use templates::{Lease, ResolvedTemplate, StartingPoint, TemplateError, Templates};

@@ -97,8 +97,23 @@ pub enum SandboxEvent {
     Ready(SandboxStatus),
     /// Its state, deadline or idleness is another.
     Changed(SandboxStatus),
+    /// The guest said something by itself.
+    Told(GuestNotice),
     /// Gone.
     Ended(EndRecord),
+}
+
+/// What a guest said without being asked. As true as the guest is, and bounded in number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestNotice {
+    /// Whose guest.
+    pub id: SandboxId,
+    /// When it arrived.
+    pub at: jiff::Timestamp,
+    /// `agent_out_of_memory`, `agent_process_limit`, `agent_thawed` or `thawed_by_watchdog`.
+    pub kind: &'static str,
+    /// In words, at most 256 bytes; may be empty.
+    pub detail: String,
 }
 
 /// One sample of use. Guest figures come from the guest and are only as true as it is.

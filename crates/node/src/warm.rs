@@ -102,6 +102,7 @@ async fn round<F: Future<Output = ()>>(
 type Made = Result<(Request<()>, Bytes), http::Error>;
 
 /// One request to the daemon.
+#[derive(Clone, Copy)]
 struct Step {
     name: &'static str,
     path: &'static str,

@@ -114,6 +114,10 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// All that have not ended, of all projects.
     async fn live(&self) -> Result<Vec<SandboxRow>, StoreError>;
 
+    /// Writes down something that happened to a sandbox beside its changes of state; `false` if it is not live.
+    async fn note(&self, id: &SandboxId, at: Timestamp, kind: &str, detail: &str)
+    -> Result<bool, StoreError>;
+
     /// Events with ids above `after`, oldest first, at most `limit`.
     async fn events(&self, of: EventsOf<'_>, after: u64, limit: u32) -> Result<Vec<Event>, StoreError>;
 

@@ -294,7 +294,7 @@ pub struct Event {
     pub sandbox: SandboxId,
     /// When.
     pub at: Timestamp,
-    /// `creating`, `running`, `paused`, `resumed`, `ended`.
+    /// `creating`, `running`, `paused`, `resumed`, `ended`, or what the guest told.
     pub kind: String,
     /// In words.
     pub detail: String,

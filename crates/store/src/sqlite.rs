@@ -360,6 +360,18 @@ impl Store for SqliteStore {
         sandboxes::live(&self.readers).await
     }
 
+    async fn note(
+        &self,
+        id: &SandboxId,
+        at: Timestamp,
+        kind: &str,
+        detail: &str,
+    ) -> Result<bool, StoreError> {
+        let noted = events::note(&self.writer, id, at, kind, detail).await?;
+        self.tell(noted);
+        Ok(noted)
+    }
+
     async fn events(&self, of: EventsOf<'_>, after: u64, limit: u32) -> Result<Vec<Event>, StoreError> {
         events::after(&self.readers, of, after, limit).await
     }

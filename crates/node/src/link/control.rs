@@ -6,9 +6,9 @@ use std::{
 };
 
 use jiff::Timestamp;
-use space_channel::{HealthReport, HelloAck, HostControl};
+use space_channel::{Event, HealthReport, HelloAck, HostControl};
 use space_vmm::Machine;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, mpsc};
 
 use super::{Link, LinkError, Owner, Session, open_control};
 
@@ -59,6 +59,11 @@ impl Link {
                 step: "health",
                 limit,
             })?
+    }
+
+    /// What the guest says by itself on the connection that there is, until that ends; `None` if it was taken before.
+    pub(crate) async fn take_events(&self) -> Option<mpsc::Receiver<Event>> {
+        self.session.lock().await.control.take_events()
     }
 
     /// The control connection, opened again if it was closed.

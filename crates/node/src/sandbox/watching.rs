@@ -1,4 +1,5 @@
-//! What goes on beside a sandbox that runs: asking the daemon for its health, sampling its use, noticing that it is idle.
+//! What goes on beside a sandbox that runs: asking the daemon for its health, sampling its use, noticing that it is idle,
+//! passing on what the guest says by itself.
 //!
 //! Nothing is asked while the machine stands still. The health question goes over the control port, is the only one that
 //! an idle sandbox is asked often, and its answer also says what the agent does.
@@ -6,8 +7,11 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use space_api::lifecycle::{IdlePolicy, SandboxState};
-use space_channel::HealthReport;
+use space_api::{
+    id::SandboxId,
+    lifecycle::{IdlePolicy, SandboxState},
+};
+use space_channel::{Event, HealthReport};
 use space_node_manager::ObjectName;
 use tokio::{
     sync::{Mutex, mpsc, watch},
@@ -20,14 +24,19 @@ use crate::{
     idle::{Figures, Meter},
     link::{Link, LinkError},
     manager::Shared,
-    seam::{SandboxEvent, Usage},
+    seam::{GuestNotice, SandboxEvent, Usage},
     usage::{GuestFigures, History},
 };
+
+/// Most notices of one guest that are passed on within [`NOTICE_SPAN`]: each becomes a row of the store.
+const NOTICES: u32 = 16;
+/// See [`NOTICES`].
+const NOTICE_SPAN: Duration = Duration::from_secs(60);
 
 /// What the watching works with.
 struct Watch {
     shared: Arc<Shared>,
-    id: String,
+    id: SandboxId,
     worker: ObjectName,
     link: Arc<Link>,
     view: watch::Sender<View>,
@@ -43,7 +52,7 @@ impl Sandbox {
     pub(super) fn watch_over(&self, worker: &ObjectName, link: &Arc<Link>) {
         let watch = Watch {
             shared: self.shared.clone(),
-            id: self.request.id.as_str().to_owned(),
+            id: self.request.id.clone(),
             worker: worker.clone(),
             link: link.clone(),
             view: self.view.clone(),
@@ -56,7 +65,7 @@ impl Sandbox {
         self.owner.tracker.spawn(async move {
             tokio::select! {
                 () = stop.cancelled() => {}
-                _ = async { tokio::join!(watch.health(), watch.usage()) } => {}
+                _ = async { tokio::join!(watch.health(), watch.usage(), watch.notices()) } => {}
             }
         });
     }
@@ -110,7 +119,7 @@ impl Watch {
     async fn missed(&self, misses: u32, error: &LinkError) -> bool {
         let error = chain(error);
         tracing::warn!(
-            sandbox = self.id,
+            sandbox = %self.id,
             misses,
             error,
             "the daemon did not say that it is well"
@@ -146,7 +155,7 @@ impl Watch {
             changed
         });
         if changed {
-            tracing::debug!(sandbox = self.id, work, "its idleness has changed");
+            tracing::debug!(sandbox = %self.id, work, "its idleness has changed");
             let status = self.view.borrow().status.clone();
             self.shared.announce(SandboxEvent::Changed(status));
         }
@@ -155,6 +164,30 @@ impl Watch {
         {
             // Should there be work after all, the next answer says so again or no more.
             drop(self.inputs.send(Input::Idle).await);
+        }
+    }
+
+    /// Passes on what the guest says by itself. A guest that says too much is not heard for a while.
+    async fn notices(&self) {
+        let mut budget = Budget::default();
+        loop {
+            if let Some(mut events) = self.link.take_events().await {
+                while let Some(event) = events.recv().await {
+                    if !budget.allows() {
+                        continue;
+                    }
+                    let (kind, detail) = words(event);
+                    tracing::info!(sandbox = %self.id, kind, detail, "the guest told");
+                    self.shared.announce(SandboxEvent::Told(GuestNotice {
+                        id: self.id.clone(),
+                        at: now_as_recorded(),
+                        kind,
+                        detail,
+                    }));
+                }
+            }
+            // The next health question opens the connection again.
+            tokio::time::sleep(self.shared.config.limits.health_interval).await;
         }
     }
 
@@ -173,11 +206,42 @@ impl Watch {
             tokio::select! {
                 sampled = sample(&self.shared, &self.worker, &self.link) => match sampled {
                     Ok(sample) => self.history.add(sample),
-                    Err(error) => tracing::debug!(sandbox = self.id, error, "no sample of its use"),
+                    Err(error) => tracing::debug!(sandbox = %self.id, error, "no sample of its use"),
                 },
                 _ = runs.wait_for(|view| view.status.state != SandboxState::Running) => {}
             }
         }
+    }
+}
+
+/// Counts notices within a span of time.
+#[derive(Debug, Default)]
+struct Budget {
+    since: Option<Instant>,
+    used: u32,
+}
+
+impl Budget {
+    fn allows(&mut self) -> bool {
+        let now = Instant::now();
+        if self.since.is_none_or(|since| now - since >= NOTICE_SPAN) {
+            *self = Self {
+                since: Some(now),
+                used: 0,
+            };
+        }
+        self.used = self.used.saturating_add(1);
+        self.used <= NOTICES
+    }
+}
+
+fn words(event: Event) -> (&'static str, String) {
+    match event {
+        Event::AgentOutOfMemory { detail } => ("agent_out_of_memory", detail),
+        Event::AgentProcessLimit { detail } => ("agent_process_limit", detail),
+        Event::AgentThawed => ("agent_thawed", String::new()),
+        Event::ThawedByWatchdog => ("thawed_by_watchdog", String::new()),
+        Event::Other { code, detail } => ("other", format!("{code}: {detail}")),
     }
 }
 
@@ -228,6 +292,15 @@ pub(crate) async fn sample(shared: &Shared, name: &ObjectName, link: &Arc<Link>)
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_says_too_much_is_heard_again_later() {
+        let mut budget = Budget::default();
+        let heard = (0..1000).filter(|_| budget.allows()).count();
+        assert_eq!(heard, NOTICES as usize);
+        tokio::time::advance(NOTICE_SPAN).await;
+        assert!(budget.allows());
+    }
 
     #[tokio::test(start_paused = true)]
     async fn idleness_lasts_from_the_last_work_and_work_ends_it() {

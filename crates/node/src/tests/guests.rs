@@ -6,7 +6,7 @@ use space_api::lifecycle::{EndCause, SandboxState};
 
 use super::*;
 use crate::{
-    NodeError,
+    NodeError, SandboxEvent,
     fakes::{Fault, guest::Manner},
     locked,
 };
@@ -83,7 +83,19 @@ async fn a_guest_that_never_answers_is_named_and_ended() {
 async fn a_flood_or_lies_around_the_answers_hold_nobody_up() {
     for manner in [Manner::Flooding, Manner::Lying] {
         let pair = Pair::new(manner).await;
+        let mut events = pair.fixture.node.events();
         pair.answers(&pair.bad, 10).await;
+        if matches!(manner, Manner::Flooding) {
+            let told = within(async {
+                loop {
+                    if let Ok(SandboxEvent::Told(notice)) = events.recv().await {
+                        return notice;
+                    }
+                }
+            })
+            .await;
+            assert_eq!((&told.id, told.kind), (&pair.bad, "agent_out_of_memory"));
+        }
         let status = pair.fixture.node.status(&pair.bad).await.expect("lives");
         assert_eq!(status.state, SandboxState::Running, "{manner:?}");
         let (node, bad) = (&pair.fixture.node, &pair.bad);

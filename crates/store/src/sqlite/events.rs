@@ -1,5 +1,7 @@
 //! What happened to sandboxes, in the order in which it was written.
 
+use jiff::Timestamp;
+use space_api::id::SandboxId;
 use sqlx::{Row as _, SqlitePool};
 
 use super::rows::{id, number, time};
@@ -42,6 +44,27 @@ pub(super) async fn after(
             })
         })
         .collect()
+}
+
+pub(super) async fn note(
+    pool: &SqlitePool,
+    id: &SandboxId,
+    at: Timestamp,
+    kind: &str,
+    detail: &str,
+) -> Result<bool, StoreError> {
+    let noted = sqlx::query(
+        "INSERT INTO events (sandbox_id, project_id, at, kind, detail)
+         SELECT id, project_id, $2, $3, $4 FROM sandboxes WHERE id = $1 AND state <> 'ended'",
+    )
+    .bind(id.as_str())
+    .bind(at.as_microsecond())
+    .bind(kind)
+    .bind(detail)
+    .execute(pool)
+    .await
+    .while_asked_to("note an event")?;
+    Ok(noted.rows_affected() > 0)
 }
 
 pub(super) async fn last(pool: &SqlitePool) -> Result<u64, StoreError> {

@@ -5,7 +5,7 @@ use space_api::{
     lifecycle::{EndCause, SandboxState},
     rest::Quotas,
 };
-use space_store::EventsOf;
+use space_store::{EventsOf, NewSandbox};
 
 use crate::{deleted, filter, kinds, project, project_with, ready, run, sandbox, store};
 
@@ -95,6 +95,23 @@ async fn events_are_read_from_where_one_left_off_and_told_of() {
         .collect();
     assert_eq!(seen, wanted);
     assert_eq!(store.last_event().await.expect("reads"), after);
+
+    let at = Timestamp::from_second(1_800_000_000).expect("in range");
+    let note = async |of: &NewSandbox| {
+        store
+            .note(&of.id, at, "agent_out_of_memory", "1 killed")
+            .await
+            .expect("writes")
+    };
+    assert!(!note(&one).await, "it has ended");
+    assert!(note(&two).await);
+    let page = store.events(of_project, after, 2).await.expect("reads");
+    let noted: Vec<_> = page
+        .iter()
+        .map(|e| (&e.sandbox, e.kind.as_str(), e.detail.as_str(), e.at))
+        .collect();
+    assert_eq!(noted, [(&two.id, "agent_out_of_memory", "1 killed", at)]);
+    assert!(changes.has_changed().expect("open"));
 }
 
 #[tokio::test]
