@@ -59,7 +59,7 @@ async fn sandboxes_and_their_streams_outlive_the_node_manager() {
     loop {
         match stream.next().await.expect("the stream goes on") {
             space_client::ProcessEvent::Stdout { bytes, .. } => {
-                text.push_str(&String::from_utf8_lossy(&bytes))
+                text.push_str(&String::from_utf8_lossy(&bytes));
             }
             space_client::ProcessEvent::End(_) => break,
             other => panic!("{other:?}"),
