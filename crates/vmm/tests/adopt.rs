@@ -100,11 +100,9 @@ async fn a_machine_outlives_the_process_that_started_it() -> Result<()> {
     };
 
     let mut port = Talk::control(&running).await?;
-    port.greet().await?;
     ensure!(port.ask("count").await? == "count 2", "the guest ran on");
     ensure!(port.ask("read 1").await? == "text one");
     let mut data = Talk::data(&running).await?;
-    data.greet().await?;
     ensure!(data.ask("hello data").await? == "hello data");
     ensure!(port.ask("log said-to-the-adopter").await? == "logged");
     ensure!(port.ask("fill 10").await? == "filled");
@@ -229,14 +227,12 @@ async fn a_detached_machine_goes_on(lab: &Lab, template: &Template) -> Result<()
     ensure!(port.hear().await.is_err(), "the streams are ended too");
     let running = next(lab, record.clone()).await?;
     let mut port = Talk::control(&running).await?;
-    port.greet().await?;
     ensure!(port.ask("count").await? == "count 2");
     // And once more: who adopts may be adopted from.
     let record_again = let_go(running).await?;
     ensure!(record_again == record);
     let running = next(lab, record).await?;
     let mut port = Talk::control(&running).await?;
-    port.greet().await?;
     ensure!(port.ask("count").await? == "count 3");
     // Its end is watched like that of a machine one has started oneself.
     let pid = rustix::process::Pid::from_raw(running.machine.process().pid.cast_signed()).context("pid")?;
@@ -263,12 +259,11 @@ async fn a_machine_keeps_standing_still(lab: &Lab, template: &Template) -> Resul
     let running = next(lab, let_go(running).await?).await?;
     ensure!(running.machine.status().await? == RunState::Paused);
     let mut port = Talk::control(&running).await?;
-    port.say("hello paused").await?;
+    port.say("count").await?;
     let silent = tokio::time::timeout(Duration::from_millis(300), port.hear()).await;
     ensure!(silent.is_err(), "a paused guest answered: {silent:?}");
     running.machine.resume().await?;
-    port.greet().await?;
-    ensure!(port.ask("count").await? == "count 2");
+    ensure!(port.hear().await? == "count 2");
     lab.remove(running).await?;
 
     // One that has never run: as it was restored, so it is taken over.
@@ -277,7 +272,6 @@ async fn a_machine_keeps_standing_still(lab: &Lab, template: &Template) -> Resul
     ensure!(running.machine.status().await? == RunState::Paused);
     let mut port = Talk::control(&running).await?;
     running.machine.resume().await?;
-    port.greet().await?;
     ensure!(port.ask("count").await? == "count 1");
     lab.remove(running).await
 }
@@ -311,7 +305,6 @@ async fn another_program_is_left_alone(lab: &Lab, template: &Template) -> Result
 
     let running = next(lab, record).await?;
     let mut port = Talk::control(&running).await?;
-    port.greet().await?;
     ensure!(port.ask("count").await? == "count 1", "nobody has touched it");
     lab.remove(running).await
 }
@@ -325,9 +318,9 @@ async fn what_happened_meanwhile_is_told(lab: &Lab, template: &Template) -> Resu
             lab.privileges.kill(record.process).await?;
             record
         } else {
-            // Acted upon only when nobody looks any more: the guest stands still until then.
+            // The guest's clock stands still from the pause on, so it happens only when nobody looks any more.
+            ensure!(port.ask(&format!("soon {verb}")).await? == "soon");
             running.machine.pause().await?;
-            port.say(verb).await?;
             let record = let_go(running).await?;
             conversation(&record, &["qmp_capabilities", "cont"], |answers| {
                 answers.contains("\"SHUTDOWN\"")
@@ -389,7 +382,6 @@ async fn a_layer_half_added_is_not_in_the_way(lab: &Lab, template: &Template) ->
         .await?;
     running.machine.resume().await?;
     let mut port = Talk::control(&running).await?;
-    port.greet().await?;
     ensure!(port.ask("read 1").await? == "text one");
     lab.remove(running).await
 }

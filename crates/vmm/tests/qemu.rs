@@ -389,26 +389,24 @@ async fn starts_that_cannot_work_leave_nothing(lab: &Lab, template: &lab::Templa
         drop(given_up);
     }
     let limit = Instant::now() + Duration::from_secs(20);
-    while monitors() > 0 {
-        ensure!(Instant::now() < limit, "{} monitors are left", monitors());
+    while monitors(lab) > 0 {
+        ensure!(Instant::now() < limit, "{} monitors are left", monitors(lab));
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }
 
-/// Monitors of this test's user.
-fn monitors() -> usize {
+/// Monitors of this lab's machines.
+fn monitors(lab: &Lab) -> usize {
     let Ok(entries) = fs::read_dir("/proc") else {
         return 0;
     };
+    let directory = lab.directory.to_string_lossy();
+    // What has ended, but is not reaped yet, has no command line any more.
     let ours = |pid: &str| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let alive = !status.lines().any(|l| l.starts_with("State:") && l.contains('Z'));
-        let uid = status
-            .lines()
-            .find_map(|l| l.strip_prefix("Uid:"))
-            .unwrap_or_default();
-        alive && uid.split_ascii_whitespace().next() == Some(lab::UID.to_string().as_str())
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line);
+        line.contains("qemu-system") && line.contains(&*directory)
     };
     entries
         .flatten()

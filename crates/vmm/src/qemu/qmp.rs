@@ -131,6 +131,10 @@ impl Qmp {
 
     async fn queue(&self, line: Vec<u8>, file: Option<OwnedFd>) -> Pending {
         let (answer, answered) = oneshot::channel();
+        if self.close.is_cancelled() {
+            // The task may not have seen it yet, but nothing more is to reach the monitor.
+            return Pending { answered };
+        }
         // A closed queue drops `answer`, which `Pending` sees.
         self.commands.send(Queued { line, file, answer }).await.ok();
         Pending { answered }
@@ -325,6 +329,24 @@ mod tests {
             qmp.run("four", Value::Null).await,
             Err(QmpError::Closed)
         ));
+    }
+
+    #[tokio::test]
+    async fn nothing_is_sent_once_it_is_closed() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let qmp = Qmp::new(ours, &TaskTracker::new());
+        qmp.close();
+        assert!(matches!(
+            qmp.run("stop", Value::Null).await,
+            Err(QmpError::Closed)
+        ));
+        let mut seen = Vec::new();
+        let end = theirs.read_to_end(&mut seen);
+        tokio::time::timeout(Duration::from_secs(5), end)
+            .await
+            .expect("it ends")
+            .unwrap();
+        assert!(seen.is_empty(), "{seen:?}");
     }
 
     #[tokio::test]

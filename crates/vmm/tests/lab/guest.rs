@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use fs_err as fs;
 
 /// Raise when what is made changes.
-const VERSION: &str = "lab-guest-1";
+const VERSION: &str = "lab-guest-2";
 
 const MODULES: [&str; 5] = [
     "virtio_mmio",
@@ -21,7 +21,8 @@ const MODULES: [&str; 5] = [
     "virtio_blk",
 ];
 
-/// Lines in, lines out, on both ports; the disk is the device that is not read-only.
+/// Lines in, lines out, on both ports, which stay open whether anybody is connected or not, as the daemon's do; the disk is
+/// the device that is not read-only.
 const INIT: &str = r#"#!/bin/busybox sh
 b=/bin/busybox
 $b mount -t proc proc /proc; $b mount -t sysfs sys /sys; $b mount -t devtmpfs dev /dev
@@ -35,9 +36,15 @@ for p in /sys/class/virtio-ports/*; do
 done
 echo "guest up: $control $data $disk"
 count=0
+serve_now() {
+  case $1 in
+    poweroff) $b poweroff -f;;
+    panic) echo c > /proc/sysrq-trigger;;
+  esac
+}
 serve() {
+  exec 3<>$1
   while :; do
-    exec 3<>$1
     while read -r verb a c <&3; do
       case $verb in
         hello) echo "hello $a" >&3;;
@@ -52,13 +59,13 @@ X
         scribble) $b dd if=/dev/urandom of=$disk bs=1M count=$a conv=fsync 2>/dev/null; echo "scribbled" >&3;;
         interfaces) echo "interfaces $(echo $(ls /sys/class/net))" >&3;;
         log) echo "$a $c" > /dev/console; echo "logged" >&3;;
+        soon) echo "soon" >&3; ($b sleep 3; serve_now $a) &;;
         poweroff) $b poweroff -f;;
         reboot) $b reboot -f;;
         panic) echo c > /proc/sysrq-trigger;;
         *) echo "what $verb" >&3;;
       esac
     done
-    exec 3>&-
     $b usleep 2000
   done
 }

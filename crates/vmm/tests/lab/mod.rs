@@ -327,29 +327,6 @@ impl Talk {
         Ok(line.trim_end().to_owned())
     }
 
-    /// Asks until the guest answers. While nobody is connected it opens and closes the port again and again, and what
-    /// comes in just as it closes is lost.
-    pub async fn greet(&mut self) -> Result<()> {
-        let limit = Instant::now() + ANSWER;
-        for number in 0.. {
-            let greeting = format!("hello {number}-greeting");
-            self.say(&greeting).await?;
-            let again = Instant::now() + Duration::from_secs(2);
-            while let Some(rest) = again.checked_duration_since(Instant::now()) {
-                match tokio::time::timeout(rest, self.hear()).await {
-                    Ok(heard) => {
-                        if heard? == greeting {
-                            return Ok(());
-                        }
-                    }
-                    Err(_) => break,
-                }
-            }
-            ensure!(Instant::now() < limit, "the guest does not answer");
-        }
-        bail!("not in so many words")
-    }
-
     pub async fn ask(&mut self, line: &str) -> Result<String> {
         self.say(line).await?;
         self.hear().await
