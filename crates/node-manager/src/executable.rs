@@ -38,7 +38,13 @@ impl Digests {
     /// SHA-256 of the program that process `pid` runs.
     pub(crate) fn of_process(&self, pid: u32) -> Result<[u8; 32], PrivilegeError> {
         // The link in /proc leads to the very file that runs, also when another lies under its name by now.
-        self.of_file(Path::new(&format!("/proc/{pid}/exe")))
+        match self.of_file(Path::new(&format!("/proc/{pid}/exe"))) {
+            // A process that is ending is still listed, but runs no program any more.
+            Err(PrivilegeError::System { act, source }) if source.kind() == io::ErrorKind::NotFound => {
+                Err(crate::process::gone(act))
+            }
+            other => other,
+        }
     }
 
     /// SHA-256 of a program.
@@ -78,5 +84,25 @@ fn digest(file: &mut impl Read) -> io::Result<[u8; 32]> {
             0 => return Ok(digest.finalize().into()),
             read => digest.update(&buffer[..read]),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_has_ended_but_is_listed_is_gone() {
+        let mut ended = std::process::Command::new("/bin/true").spawn().unwrap();
+        let wait = rustix::process::WaitId::Pid(rustix::process::Pid::from_child(&ended));
+        let keep = rustix::process::WaitIdOptions::EXITED | rustix::process::WaitIdOptions::NOWAIT;
+        rustix::process::waitid(wait, keep).unwrap();
+        let error = Digests::default().of_process(ended.id()).unwrap_err();
+        assert!(
+            matches!(&error, PrivilegeError::System { source, .. } if source.raw_os_error() == Some(libc::ESRCH)),
+            "{error:?}"
+        );
+        ended.wait().unwrap();
+        assert!(Digests::default().of_process(std::process::id()).is_ok());
     }
 }
