@@ -309,7 +309,7 @@ async fn says_ready(ready: &mut Option<pipe::Receiver>) {
     };
     *ready = None;
     if !said {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
