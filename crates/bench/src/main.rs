@@ -69,9 +69,9 @@ fn run(command: Command) -> Result<bool> {
         .context("cannot start the runtime")?;
     runtime.block_on(async {
         match command {
-            Command::Create(options) => unless_interrupted(suite::create(&options)).await,
-            Command::Density(options) => unless_interrupted(suite::density(&options)).await,
-            Command::Soak(options) => unless_interrupted(soak::run(&options)).await,
+            Command::Create(options) => unless_interrupted(Box::pin(suite::create(&options))).await,
+            Command::Density(options) => unless_interrupted(Box::pin(suite::density(&options))).await,
+            Command::Soak(options) => unless_interrupted(Box::pin(soak::run(&options))).await,
         }
     })
 }

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::{
     platform::Platform,
+    pool::Pool,
     report::{Promise, Report},
     statistics::{Times, round},
 };
@@ -36,6 +37,7 @@ pub(crate) struct SdkRun {
 pub(crate) async fn measure(platform: &Platform, run: &SdkRun, report: &mut Report) -> Result<()> {
     let mut rows = Vec::new();
     for (key, version) in [("h1", "1.1"), ("h2", "2")] {
+        Pool::full(&platform.client()?).await?;
         let said = script(platform, run, version).await?;
         let [create, create_run, warm] =
             ["create", "create_run", "warm"].map(|name| times(&said[name], run.n));

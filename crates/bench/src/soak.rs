@@ -24,7 +24,7 @@ use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::{Value, json};
 use space_api::lifecycle::SandboxState;
 use space_client::Client;
-use space_test_support::{Census, Difference};
+use space_test_support::{Census, Difference, Remains};
 
 use self::{
     client::{RECOVERY_LIMIT, Verdict},
@@ -103,7 +103,8 @@ pub(crate) async fn run(options: &Options) -> Result<bool> {
     for difference in differences(&after, &before) {
         ledger.fault(format!("left on this machine: {difference}"));
     }
-    stop(&platform, &ledger).await;
+    let mut platform = platform.into_inner();
+    stop(&mut platform, &ledger).await;
     let json = json!({
         "seed": seed,
         "seconds": took.as_secs_f64(),
@@ -116,7 +117,7 @@ pub(crate) async fn run(options: &Options) -> Result<bool> {
     });
     show(&ledger, &before, &after, took);
     if ledger.fault_count() > 0 {
-        println!("the platform's log: {}", platform.borrow().keep_log()?.display());
+        println!("the platform's log: {}", platform.keep_log()?.display());
     }
     if let Some(file) = &options.json {
         write(file, &json)?;
@@ -306,15 +307,11 @@ fn differences(now: &Census, before: &Census) -> Vec<Difference> {
 }
 
 /// Stops it in order; then nothing may be left.
-async fn stop(platform: &RefCell<Platform>, ledger: &Ledger) {
-    // Nobody else uses it any more.
-    #[expect(clippy::await_holding_refcell_ref, reason = "everybody else has ended")]
-    let stopped = platform.borrow_mut().stop().await;
-    if let Err(error) = stopped {
+async fn stop(platform: &mut Platform, ledger: &Ledger) {
+    if let Err(error) = platform.stop().await {
         ledger.fault(format!("{error:#}"));
     }
-    let platform = platform.borrow();
-    let left = space_test_support::Remains::of(platform.installation(), &platform.data_directory());
+    let left = Remains::of(platform.installation(), &platform.data_directory());
     if !left.is_empty() {
         ledger.fault(format!("left after an orderly stop: {left:?}"));
     }

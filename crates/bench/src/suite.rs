@@ -6,10 +6,15 @@
 //!            pool of 8 ► burst             machine of the floor ► control port beside unread streams
 //! ```
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::Args;
+use space_api::size::SizeClass;
 
 use crate::{
     conditions::Conditions,
@@ -213,6 +218,7 @@ async fn burst_of_pool(programs: &Programs, amounts: &Amounts, report: &mut Repo
 
 /// Measures the memory of idle sandboxes; `true` if all sizes could be.
 pub(crate) async fn density(options: &Density) -> Result<bool> {
+    make_machines(&options.programs)?;
     // What the default size is kept of all the time takes its part.
     let platform = pool_of(&options.programs, options.n + PINNED).await?;
     let client = platform.client()?;
@@ -230,6 +236,32 @@ pub(crate) async fn density(options: &Density) -> Result<bool> {
     let measured = stop(platform).await;
     report.section("stop", measured)?;
     finish(&mut report)
+}
+
+/// Has the machines of all sizes made, where they are missing: a create would do so too, but with a limit in time that a
+/// small machine's first start under emulation does not keep.
+fn make_machines(programs: &Programs) -> Result<()> {
+    println!("making machines of all sizes, where they are missing: this takes some minutes, once");
+    let mut command = Command::new(&programs.space);
+    command.args(["template", "build", "base", "--if-missing"]);
+    for memory_mib in density::SIZES {
+        let size = SizeClass {
+            memory_mib,
+            ..SizeClass::DEFAULT
+        };
+        command.arg("--size").arg(size.to_string());
+    }
+    command
+        .arg("--templates")
+        .arg(&programs.templates)
+        .arg("--daemon")
+        .arg(&programs.daemon);
+    let status = command
+        .stdin(Stdio::null())
+        .status()
+        .context("cannot start space template build")?;
+    ensure!(status.success(), "space template build failed ({status})");
+    Ok(())
 }
 
 fn finish(report: &mut Report) -> Result<bool> {
