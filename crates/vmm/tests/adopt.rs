@@ -1,6 +1,5 @@
 //! Machines that outlive whoever started them, with real guests.
 
-#![expect(clippy::print_stdout, reason = "a skipped test says so")]
 #![expect(dead_code, reason = "the lab holds more than one program uses")]
 
 mod lab;
