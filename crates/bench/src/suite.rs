@@ -67,6 +67,9 @@ pub(crate) struct Density {
     /// Idle sandboxes of each size
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     n: u32,
+    /// Their memory, MiB
+    #[arg(long, value_name = "MIB", value_delimiter = ',', default_values_t = density::SIZES)]
+    memory: Vec<u32>,
     /// Write the figures here as JSON, after each size
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -218,7 +221,7 @@ async fn burst_of_pool(programs: &Programs, amounts: &Amounts, report: &mut Repo
 
 /// Measures the memory of idle sandboxes; `true` if all sizes could be.
 pub(crate) async fn density(options: &Density) -> Result<bool> {
-    make_machines(&options.programs)?;
+    make_machines(options)?;
     // What the default size is kept of all the time takes its part.
     let platform = pool_of(&options.programs, options.n + PINNED).await?;
     let client = platform.client()?;
@@ -229,7 +232,7 @@ pub(crate) async fn density(options: &Density) -> Result<bool> {
         false,
         options.json.clone(),
     );
-    for memory_mib in density::SIZES {
+    for &memory_mib in &options.memory {
         let measured = density::measure(&client, memory_mib, options.n, &mut report).await;
         report.section("density", measured)?;
     }
@@ -240,11 +243,12 @@ pub(crate) async fn density(options: &Density) -> Result<bool> {
 
 /// Has the machines of all sizes made, where they are missing: a create would do so too, but with a limit in time that a
 /// small machine's first start under emulation does not keep.
-fn make_machines(programs: &Programs) -> Result<()> {
+fn make_machines(options: &Density) -> Result<()> {
+    let programs = &options.programs;
     println!("making machines of all sizes, where they are missing: this takes some minutes, once");
     let mut command = Command::new(&programs.space);
     command.args(["template", "build", "base", "--if-missing"]);
-    for memory_mib in density::SIZES {
+    for &memory_mib in &options.memory {
         let size = SizeClass {
             memory_mib,
             ..SizeClass::DEFAULT
