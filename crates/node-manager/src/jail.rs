@@ -240,14 +240,9 @@ impl Maker<'_> {
             if is_directory {
                 self.directory(path)?;
             } else {
-                let flags =
-                    OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                drop(rustix::fs::openat(
-                    self.root,
-                    path,
-                    flags,
-                    Mode::from_raw_mode(0o444),
-                )?);
+                // Not opened: a monitor that is started meanwhile by another thread would hold a copy of the descriptor
+                // for an instant, and a root that somebody may write to cannot be made read-only.
+                rustix::fs::mknodat(self.root, path, FileType::RegularFile, Mode::from_raw_mode(0o444), 0)?;
             }
         }
         let path = CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)?;

@@ -3,6 +3,7 @@
 use std::{
     io::{BufRead as _, BufReader},
     process::Stdio,
+    sync::mpsc,
     time::Duration,
 };
 
@@ -40,20 +41,38 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
         .stdout(Stdio::piped())
         .spawn()
         .expect("starts");
-    let mut events = BufReader::new(follower.stdout.take().expect("piped")).lines();
-    let mut followed = move || -> Value {
-        let line = events.next().expect("goes on").expect("text");
-        serde_json::from_str(&line).expect("json")
+    let events = BufReader::new(follower.stdout.take().expect("piped")).lines();
+    let (tell, told) = mpsc::channel::<Value>();
+    std::thread::spawn(move || {
+        for line in events.map_while(Result::ok) {
+            let event = serde_json::from_str(&line).expect("json");
+            if tell.send(event).is_err() {
+                return;
+            }
+        }
+    });
+    // It follows from when it is connected, which shows by its first event.
+    let mut probes = Vec::new();
+    eventually("the follower is connected", Duration::from_secs(30), || {
+        probes.push(platform.succeed(&["sandbox", "create"]));
+        told.recv_timeout(Duration::from_millis(500)).ok()
+    });
+    for probe in &probes {
+        platform.succeed(&["sandbox", "rm", probe]);
+    }
+    let followed = move |id: &str| -> Value {
+        loop {
+            let event = told.recv_timeout(Duration::from_secs(30)).expect("goes on");
+            if event["sandbox_id"] == id {
+                return event;
+            }
+        }
     };
 
     let id = platform.succeed(&["sandbox", "create", "--label", "tier=free", "--timeout", "10m"]);
     let other = platform.succeed(&["sandbox", "create", "--metadata", "note=x", "--wake-on-traffic"]);
     for wanted in ["creating", "running"] {
-        let event = followed();
-        assert_eq!(
-            (&event["kind"], &event["sandbox_id"]),
-            (&wanted.into(), &id.as_str().into())
-        );
+        assert_eq!(followed(&id)["kind"], wanted);
     }
     assert_eq!(listed(&platform, &["--label", "tier=free"]), [id.clone()]);
     assert_eq!(listed(&platform, &[]).len(), 2);
@@ -116,13 +135,9 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     ];
     assert_eq!(kinds, wanted);
     let mut seen = Vec::new();
-    eventually("the follower has seen its end", Duration::from_secs(10), || {
-        let event = followed();
-        if event["sandbox_id"] == id.as_str() {
-            seen.push(event["kind"].as_str().expect("kind").to_owned());
-        }
-        seen.last().is_some_and(|kind| kind == "ended").then_some(())
-    });
+    while seen.last().is_none_or(|kind| kind != "ended") {
+        seen.push(followed(&id)["kind"].as_str().expect("kind").to_owned());
+    }
     assert_eq!(seen, wanted[2..]);
     follower.kill().expect("ends");
     follower.wait().expect("ends");

@@ -308,8 +308,10 @@ impl Platform {
     ///
     /// If it does not run, or its children outlive it.
     pub fn kill(&mut self) {
-        let children = processes::of_platform(&self.data_directory());
         let mut child = self.child.take().expect("it runs");
+        // A monitor on its way into its program looks like the node manager that starts it, and lives on.
+        let mut children = processes::of_platform(&self.data_directory());
+        children.retain(|each| each.parent == child.id());
         child.kill().expect("it can be killed");
         child.wait().expect("it can be waited for");
         let begin = Instant::now();
