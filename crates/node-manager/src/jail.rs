@@ -242,7 +242,13 @@ impl Maker<'_> {
             } else {
                 // Not opened: a monitor that is started meanwhile by another thread would hold a copy of the descriptor
                 // for an instant, and a root that somebody may write to cannot be made read-only.
-                rustix::fs::mknodat(self.root, path, FileType::RegularFile, Mode::from_raw_mode(0o444), 0)?;
+                rustix::fs::mknodat(
+                    self.root,
+                    path,
+                    FileType::RegularFile,
+                    Mode::from_raw_mode(0o444),
+                    0,
+                )?;
             }
         }
         let path = CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)?;

@@ -74,14 +74,17 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
     for wanted in ["creating", "running"] {
         assert_eq!(followed(&id)["kind"], wanted);
     }
-    assert_eq!(listed(&platform, &["--label", "tier=free"]), [id.clone()]);
+    assert_eq!(
+        listed(&platform, &["--label", "tier=free"]),
+        std::slice::from_ref(&id)
+    );
     assert_eq!(listed(&platform, &[]).len(), 2);
     platform.succeed(&["sandbox", "label", &id, "tier=paid", "team=a"]);
     assert_eq!(platform.succeed(&["sandbox", "label", &id, "team-"]), "tier=paid");
     assert_eq!(listed(&platform, &["--label", "tier=free"]), [] as [String; 0]);
     assert_eq!(
         listed(&platform, &["--label", "tier=paid", "--state", "running"]),
-        [id.clone()]
+        std::slice::from_ref(&id)
     );
     assert_eq!(
         platform.json(&["sandbox", "inspect", &other])["metadata"]["note"],
@@ -90,7 +93,10 @@ fn a_sandbox_is_paused_found_labelled_prolonged_and_woken() {
 
     platform.succeed(&["sandbox", "exec", &id, "--", "sh", "-c", "echo kept > /tmp/kept"]);
     assert_eq!(platform.succeed(&["sandbox", "pause", &id]), id);
-    assert_eq!(listed(&platform, &["--state", "paused"]), [id.clone()]);
+    assert_eq!(
+        listed(&platform, &["--state", "paused"]),
+        std::slice::from_ref(&id)
+    );
     let record = platform.json(&["sandbox", "inspect", &id]);
     assert_eq!(record["state"], "paused");
     let machine = record["machine"].as_str().expect("it has one").to_owned();

@@ -2,6 +2,8 @@
 
 mod witness;
 
+use std::time::Duration;
+
 use space_client::SandboxOptions;
 use space_test_support::{Part, Platform, eventually};
 use witness::{RECOVERY, Witness, client};

@@ -47,21 +47,27 @@ async fn labels_are_set_changed_and_found_by_in_both_lists() {
         .to_string();
     for list in ["/v1/sandboxes", "/v2/sandboxes"] {
         let found = |query: &str| format!("{list}?{query}");
-        assert_eq!(ids(&platform, &found("label=tier%3Dfree")).await, [own.clone()]);
+        assert_eq!(
+            ids(&platform, &found("label=tier%3Dfree")).await,
+            std::slice::from_ref(&own)
+        );
         assert_eq!(
             ids(&platform, &found("label=tier=free&label=team=a")).await,
-            [own.clone()]
+            std::slice::from_ref(&own)
         );
         assert_eq!(
             ids(&platform, &found("label=tier=free,team=a")).await,
-            [own.clone()]
+            std::slice::from_ref(&own)
         );
         assert!(
             ids(&platform, &found("label=tier=free&label=team=b"))
                 .await
                 .is_empty()
         );
-        assert_eq!(ids(&platform, &found("metadata=who%3Dx")).await, [e2b.clone()]);
+        assert_eq!(
+            ids(&platform, &found("metadata=who%3Dx")).await,
+            std::slice::from_ref(&e2b)
+        );
         assert_eq!(ids(&platform, list).await.len(), 2);
     }
     let changed = patch(
