@@ -100,6 +100,8 @@ impl SqliteStore {
             })?;
         let readers = SqlitePoolOptions::new()
             .max_connections(READERS)
+            // All from the start: the first reads need not wait for one to open, and how many files are open never changes.
+            .min_connections(READERS)
             .test_before_acquire(false)
             .idle_timeout(None)
             .max_lifetime(None)
