@@ -17,9 +17,8 @@ pub(super) const KVM_FD: i32 = 7;
 /// Every guest has the same address: one snapshot fits every namespace.
 const MAC: &str = "06:53:50:43:45:01";
 
-/// Most memory for translated code of an emulated machine, MiB. QEMU's own default is a gigabyte, outside of the guest's
-/// memory and never given back. A boot of Debian to its agent fills 58; with room for 32 it takes as long, with 16 a third
-/// longer, for then code is translated again and again.
+/// Most memory for translated code of an emulated machine, MiB: a bound, since it is outside of the guest's memory and
+/// never given back. A boot of Debian to its agent fills 58 of it.
 const TRANSLATED_MIB: u32 = 64;
 
 /// How the machine comes to life.
