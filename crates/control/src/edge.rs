@@ -18,7 +18,7 @@ use axum::{body::Body, response::Response};
 use http::Request;
 use space_api::e2b::ENVD_PORT;
 use space_api::lifecycle::SandboxState;
-use space_node::NodeError;
+use space_node::{NodeError, SandboxStatus};
 
 use crate::{
     app::{App, Route},
@@ -120,6 +120,20 @@ fn not_woken(app: &App, route: &Route, traffic: Traffic, not: NotWoken) -> Answe
             state: SandboxState::Resuming,
         },
         NotWoken::Failed(error) => node_answer(app, route, &error),
+    }
+}
+
+/// What the client is told when the connection to the sandbox broke before there was an answer: the node knows best whether
+/// that was its end.
+async fn broken(app: &App, route: &Route, what: String) -> Answer {
+    let id = route.id.clone();
+    match app.node.status(&id).await {
+        Ok(SandboxStatus {
+            state: state @ (SandboxState::Stopping | SandboxState::Ended),
+            ..
+        }) => node_answer(app, route, &NodeError::Transitioning { id, state }),
+        Ok(_) => Answer::Broken { id, what },
+        Err(error) => node_answer(app, route, &error),
     }
 }
 

@@ -31,6 +31,7 @@ use self::process::Processes;
 use self::usage::Meter;
 
 mod account;
+mod batch;
 mod budget;
 mod children;
 mod core;

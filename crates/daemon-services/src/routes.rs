@@ -14,7 +14,7 @@ use http::{Method, StatusCode};
 use serde::Deserialize;
 
 use crate::core::Core;
-use crate::{ENVD_VERSION, Origin, Services, files, process};
+use crate::{ENVD_VERSION, Origin, Services, batch, files, process};
 
 const TOKEN_HEADER: &str = "x-access-token";
 /// The largest message that carries a piece of a program's input: a sixteenth of the memory, within
@@ -80,7 +80,10 @@ pub(crate) fn router(services: &Arc<Services>, origin: Origin) -> Router {
     match origin {
         Origin::Channel => {
             let initialise = post(move |body: Bytes| std::future::ready(init(&core, &body)));
-            router.route("/init", initialise)
+            let router = router.route("/init", initialise);
+            let each = router.clone();
+            let batched = post(move |request: Request| batch::serve(each.clone(), request.into_body()));
+            router.route("/batch", batched)
         }
         Origin::Loopback => router.layer(axum::middleware::from_fn(move |request, next| {
             guard(Arc::clone(&core), request, next)
@@ -130,7 +133,7 @@ pub(crate) fn largest_input() -> usize {
         .clamp(INPUT_MESSAGE.0, INPUT_MESSAGE.1)
 }
 
-fn refuse(status: StatusCode, message: &str) -> Response {
+pub(crate) fn refuse(status: StatusCode, message: &str) -> Response {
     (
         status,
         axum::Json(serde_json::json!({ "code": status.as_u16(), "message": message })),

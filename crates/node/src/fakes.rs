@@ -82,6 +82,8 @@ pub(crate) struct World {
     /// What each group is said to use, bytes.
     pub(crate) group_memory: Mutex<u64>,
     panics: AtomicUsize,
+    /// Times that a step has begun to hang.
+    hanging: AtomicUsize,
     pub(crate) deleted_templates: Mutex<Vec<String>>,
     /// Alive as long as a sandbox holds the template.
     pub(crate) template: Arc<()>,
@@ -171,6 +173,7 @@ impl World {
             digest: Mutex::new(Some("sha256:0".to_owned())),
             group_memory: Mutex::new(2000),
             panics: AtomicUsize::new(0),
+            hanging: AtomicUsize::new(0),
             deleted_templates: Mutex::default(),
             template: Arc::new(()),
             capabilities: Capabilities {
@@ -227,6 +230,11 @@ impl World {
         locked(&self.groups).get(name).map(|limits| limits.cpu_weight)
     }
 
+    /// How often a step has begun to hang on demand.
+    pub(crate) fn hanging(&self) -> usize {
+        self.hanging.load(Ordering::SeqCst)
+    }
+
     /// How often a step has panicked on demand.
     pub(crate) fn panics(&self) -> usize {
         self.panics.load(Ordering::SeqCst)
@@ -262,7 +270,10 @@ impl World {
                     self.panics.fetch_add(1, Ordering::SeqCst);
                     panic!("{step} panics on demand")
                 }
-                Some(Fault::Hang) => changed.await,
+                Some(Fault::Hang) => {
+                    self.hanging.fetch_add(1, Ordering::SeqCst);
+                    changed.await;
+                }
             }
         }
     }

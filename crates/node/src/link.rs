@@ -275,10 +275,11 @@ impl Link {
         step: &'static str,
         request: Request<()>,
         body: Bytes,
+        limit: Duration,
     ) -> Result<(StatusCode, Bytes), LinkError> {
-        let limit = self.limit;
         let exchange = async {
-            let response = self.send(step, request.map(|()| boxed(Full::new(body)))).await?;
+            let request = request.map(|()| boxed(Full::new(body)));
+            let response = self.send_within(step, request, limit).await?;
             let status = response.status();
             Ok((status, read(step, response).await?))
         };
@@ -415,7 +416,15 @@ impl Link {
         step: &'static str,
         request: Request<BoxBody<Bytes, BoxError>>,
     ) -> Result<Response<Incoming>, LinkError> {
-        let limit = self.limit;
+        self.send_within(step, request, self.limit).await
+    }
+
+    async fn send_within(
+        self: &Arc<Self>,
+        step: &'static str,
+        request: Request<BoxBody<Bytes, BoxError>>,
+        limit: Duration,
+    ) -> Result<Response<Incoming>, LinkError> {
         let exchange = async {
             let mut data = self.data().await?;
             data.ready()

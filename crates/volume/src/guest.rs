@@ -116,7 +116,7 @@ impl Guest {
     pub(crate) async fn run(&self, run: &Run<'_>, limit: Duration) -> Result<Ended, VolumeError> {
         let mut output = BytesMut::new();
         let finished = async {
-            let mut events = self.start(run).await?;
+            let mut events = self.start(run, Some(limit)).await?;
             loop {
                 let event = events.next().await?;
                 let event = &event["event"];
@@ -157,7 +157,7 @@ impl Guest {
     /// Starts a command and leaves it running.
     pub(crate) async fn leave_running(&self, run: &Run<'_>) -> Result<(), VolumeError> {
         let started = async {
-            let mut events = self.start(run).await?;
+            let mut events = self.start(run, None).await?;
             let first = events.next().await?;
             match first["event"].get("start") {
                 Some(_) => Ok(()),
@@ -171,7 +171,8 @@ impl Guest {
         }
     }
 
-    async fn start(&self, run: &Run<'_>) -> Result<Events, String> {
+    /// A command that is still running after `limit` is ended by the daemon, with all that it has started.
+    async fn start(&self, run: &Run<'_>, limit: Option<Duration>) -> Result<Events, String> {
         let message = json!({
             "process": { "cmd": run.program, "args": run.arguments, "cwd": "/" },
             "stdin": false,
@@ -182,10 +183,14 @@ impl Guest {
         body.extend_from_slice(&[0]);
         body.extend_from_slice(&length.to_be_bytes());
         body.extend_from_slice(message.as_bytes());
-        let request = Request::post("http://guest/process.Process/Start")
+        let mut request = Request::post("http://guest/process.Process/Start")
             .header(header::CONTENT_TYPE, "application/connect+json")
             .header("connect-protocol-version", "1")
-            .header(header::AUTHORIZATION, authorization(run.user))
+            .header(header::AUTHORIZATION, authorization(run.user));
+        if let Some(limit) = limit {
+            request = request.header("connect-timeout-ms", limit.as_millis().to_string());
+        }
+        let request = request
             .body(Full::from(body.freeze()))
             .map_err(|error| error.to_string())?;
         let response = self.send(request).await?;

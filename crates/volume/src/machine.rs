@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// Raise when the way a machine is brought up changes what its snapshot holds.
-const BUILDER: &str = "space-machine-3";
+const BUILDER: &str = "space-machine-4";
 /// From the start of the vCPUs to the daemon's first answer.
 const BOOT: Duration = Duration::from_secs(120);
 /// For one answer on the control port.
@@ -358,7 +358,7 @@ async fn run_machine(
         memory: room.memory(),
     };
     let machine = request.vmm.start(spec, boot).await.map_err(failed("start"))?;
-    let outcome = bring_up(&*machine, template, room, part).await;
+    let outcome = bring_up(&*machine, template, request.size.memory_mib, room, part).await;
     let outcome = match outcome {
         Err(VolumeError::Guest { step, what }) => {
             let console = machine.console().await;
@@ -384,6 +384,7 @@ async fn run_machine(
 async fn bring_up(
     machine: &dyn Machine,
     template: &Template,
+    memory_mib: u32,
     room: &Room,
     part: &Part,
 ) -> Result<(), VolumeError> {
@@ -408,7 +409,7 @@ async fn bring_up(
     };
     part.report("warming the machine up", 0.25);
     let PortStream::Unix(stream) = machine.data_port().await.map_err(failed("open its data port"))?;
-    warm::warm_up(stream, control.nonce(), &template.manifest, part).await?;
+    warm::warm_up(stream, control.nonce(), &template.manifest, memory_mib, part).await?;
 
     part.report("quiescing the machine", 0.82);
     if template.manifest.start.is_some() {

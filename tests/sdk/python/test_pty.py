@@ -40,6 +40,10 @@ def test_control_c_interrupts_the_foreground_job_only(sandbox, eventually):
     seen, thread = collect(handle)
     sandbox.pty.send_stdin(handle.pid, b"echo be''gun; sleep 300\n")
     eventually(lambda: b"begun" in seen, limit=20, what="the job")
+    # Only once it has become `sleep` is the job surely in the foreground; before, the shell may be the one interrupted.
+    eventually(
+        lambda: sandbox.commands.run("pgrep -f '^sleep 300$' || true").stdout, limit=20, what="the job in the foreground"
+    )
     sandbox.pty.send_stdin(handle.pid, b"\x03")
     sandbox.pty.send_stdin(handle.pid, b"echo still he''re\n")
     eventually(lambda: b"still here" in seen, limit=10, what="the shell after the interrupt")

@@ -258,9 +258,15 @@ fn pytest(run: &Run<'_>, step: &str, requirements: &str) -> Result<Counts> {
     let suite = run.session.root().join("tests/sdk/python");
     let python = python::environment(run.session, step, &suite.join(requirements), None)?;
     let mut command = run.session.command(python);
-    command
-        .current_dir(&suite)
-        .args(["-m", "pytest", "-p", "no:cacheprovider", "-rs", "--color=no"]);
+    command.current_dir(&suite).args([
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-rs",
+        "--durations=5",
+        "--color=no",
+    ]);
     platform_of(run)?.tell(&mut command);
     counted(run, step, &mut command)
 }

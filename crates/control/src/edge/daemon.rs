@@ -12,9 +12,9 @@ use tokio::time::Instant;
 
 use super::{
     answers::Answer,
-    awake,
+    awake, broken,
     guard::{self, Admission},
-    headers, node_answer,
+    headers,
     stream::{BoxError, Guarded, end_envelope},
     target::{Routing, Target},
 };
@@ -127,14 +127,7 @@ async fn send(
             None => break,
         }
     }
-    // The machine may be gone, of which the node knows best.
-    match app.node.status(&route.id).await {
-        Ok(_) => Err(Answer::Broken {
-            id: route.id.clone(),
-            what: failure,
-        }),
-        Err(error) => Err(node_answer(app, route, &error)),
-    }
+    Err(broken(app, route, failure).await)
 }
 
 /// Path and query as the daemon sees them.

@@ -12,8 +12,9 @@ use super::{answers::Answer, target::Target};
 use crate::app::{Route, Token};
 
 /// Calls that only the platform itself may make.
-const HOST_ONLY: [&str; 7] = [
+const HOST_ONLY: [&str; 8] = [
     "/init",
+    "/batch",
     "/freeze",
     "/unfreeze",
     "/fsfreeze",

@@ -10,7 +10,7 @@ use space_node::{TunnelError, TunnelStream};
 
 use super::{
     answers::Answer,
-    awake, guard, headers, node_answer,
+    awake, broken, guard, headers, node_answer,
     stream::Guarded,
     target::{self, Routing, Target},
 };
@@ -110,20 +110,14 @@ async fn exchange(
     tunnel: TunnelStream,
     request: Request<Guarded<Body>>,
 ) -> Result<Response<hyper::body::Incoming>, Answer> {
-    let broken = |error: hyper::Error| {
-        // A listener that closes at once looks like one that is not there, mostly because it is just starting.
-        tracing::debug!(sandbox = %route.id, port, %error, "exchange failed");
-        Answer::Broken {
-            id: route.id.clone(),
-            what: error.to_string(),
-        }
-    };
-    let (mut sender, connection) = http1::Builder::new()
+    let handshake = http1::Builder::new()
         .max_buf_size(MAX_HEAD)
         .max_headers(MAX_HEADERS)
-        .handshake(tunnel.into_inner())
-        .await
-        .map_err(broken)?;
+        .handshake(tunnel.into_inner());
+    let (mut sender, connection) = match handshake.await {
+        Ok(both) => both,
+        Err(error) => return Err(broken(app, route, error.to_string()).await),
+    };
     let stop = app.stop.clone();
     app.tasks.spawn(async move {
         tokio::select! {
@@ -135,7 +129,14 @@ async fn exchange(
             () = stop.cancelled() => {}
         }
     });
-    sender.send_request(request).await.map_err(broken)
+    match sender.send_request(request).await {
+        Ok(response) => Ok(response),
+        Err(error) => {
+            // A listener that closes at once looks like one that is not there, mostly because it is just starting.
+            tracing::debug!(sandbox = %route.id, port, %error, "exchange failed");
+            Err(broken(app, route, error.to_string()).await)
+        }
+    }
 }
 
 /// Path and query alone: the form in which a server, not a proxy, is asked.

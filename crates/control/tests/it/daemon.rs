@@ -125,6 +125,7 @@ async fn calls_of_the_host_are_not_for_the_public() {
     let sandbox = platform.create().await;
     for path in [
         "/init",
+        "/batch",
         "/freeze",
         "/unfreeze",
         "/fsfreeze",

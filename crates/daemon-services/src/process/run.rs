@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use rustix::pipe::{PipeFlags, pipe_with};
 use space_proto::process::{ProcessConfig, StartRequest};
@@ -31,6 +32,8 @@ use super::{Handles, Process, ProcessError, Processes};
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Environments remembered for listings stay below this, in bytes; larger ones are left out.
 const MAX_LISTED_ENVIRONMENT: usize = 16 * 1024;
+/// How long the end of a command waits for all that was killed with it to be gone.
+const DYING: Duration = Duration::from_secs(2);
 
 /// A process that has just been started, its supervisor not yet.
 #[derive(Debug)]
@@ -226,14 +229,22 @@ async fn supervise(processes: Arc<Processes>, started: Started, deadline: Option
     }
 
     let group = process.group();
+    let killed = process.killed.load(Ordering::Relaxed);
+    // Each is looked up only where it can be the explanation: this is on the way of every answer.
+    let out_of_memory = status == ExitStatus::Signaled(libc::SIGKILL)
+        && group
+            .as_ref()
+            .is_some_and(|group| group.out_of_memory_kills() > 0);
+    if (deadline_passed || killed || out_of_memory)
+        && let Some(group) = &group
+    {
+        // All were killed at once; one of many that is still on its way out would look as if it had been spared.
+        drop(tokio::time::timeout(DYING, group.emptied()).await);
+    }
     let circumstances = Circumstances {
         deadline_passed,
-        killed: process.killed.load(Ordering::Relaxed),
-        // Each is looked up only where it can be the explanation: this is on the way of every answer.
-        out_of_memory: status == ExitStatus::Signaled(libc::SIGKILL)
-            && group
-                .as_ref()
-                .is_some_and(|group| group.out_of_memory_kills() > 0),
+        killed,
+        out_of_memory,
         disk_full: status != ExitStatus::Exited(0) && usage::disk_is_full(),
     };
     let end = End {

@@ -26,6 +26,7 @@ async fn loopback_needs_the_token_and_has_no_host_calls() {
     assert_eq!(get("/envs", Some("secret")).await, 200);
     for path in [
         "/init",
+        "/batch",
         "/freeze",
         "/unfreeze",
         "/fsfreeze",

@@ -6,7 +6,7 @@ use space_api::lifecycle::EndCause;
 use space_vmm::ExitReason;
 
 use super::*;
-use crate::{EndRecord, NodeError, SandboxEvent};
+use crate::{EndRecord, NodeError, SandboxEvent, locked};
 
 async fn end_of(fixture: &Fixture, id: &SandboxId) -> EndRecord {
     let start = std::time::Instant::now();
@@ -124,7 +124,11 @@ async fn a_daemon_that_is_silent_for_too_long_is_a_failed_guest() {
     within(fixture.node.create(request.clone()))
         .await
         .expect("is created");
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    let life = fixture.life(&request.id).expect("lives");
+    until("it has answered more often than it may be silent", || {
+        locked(&life.guest.known).health > 6
+    })
+    .await;
     assert!(
         fixture.node.status(&request.id).await.is_ok(),
         "it answers, so it lives"

@@ -116,8 +116,7 @@ async fn deleting_during_each_step_ends_it_and_tells_both() {
         let id = request.id.clone();
         let node = fixture.node.clone();
         let creating = tokio::spawn(async move { node.create(request).await });
-        until("it is being created", || fixture.node.shared.registry.len() == 1).await;
-        tokio::time::sleep(Duration::from_millis(30)).await;
+        until("it hangs in the step", || fixture.world.hanging() > 0).await;
         let seen = fixture.node.status(&id).await.expect("is known").state;
         assert_eq!(seen, SandboxState::Creating);
         let data = fixture.node.data(&id).await;

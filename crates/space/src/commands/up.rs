@@ -22,6 +22,7 @@ use std::{
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::{Path, PathBuf},
     process::ExitCode,
+    time::{Duration, Instant},
 };
 
 use clap::{Args, ValueEnum};
@@ -36,6 +37,10 @@ use crate::{
 use child::Launch;
 use installation::{Account, Installation, NODE_UID, Place};
 use supervise::{End, Programs, Request, Requests, Supervisor};
+
+/// How long the address may be in use by a last run that is leaving, and how often that is tried.
+const LEAVING: Duration = Duration::from_secs(3);
+const AGAIN: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Args)]
 #[command(args_override_self = true)]
@@ -118,7 +123,7 @@ impl Up {
         let listener = if self.prepare_only {
             None
         } else {
-            Some(self.listen()?)
+            Some(self.listen().await?)
         };
 
         // From here on a signal is an orderly end, also in the middle of the first start.
@@ -163,8 +168,18 @@ impl Up {
         })
     }
 
-    fn listen(&self) -> Result<TcpListener, CliError> {
-        TcpListener::bind(self.listen).map_err(|error| listen_error(self.listen, error))
+    /// The data directory is ours already, so who is in the way may be what is left of the last run: a node that has lost its
+    /// supervisor and is on its way out.
+    async fn listen(&self) -> Result<TcpListener, CliError> {
+        let give_up = Instant::now() + LEAVING;
+        loop {
+            match TcpListener::bind(self.listen) {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < give_up => {
+                    tokio::time::sleep(AGAIN).await;
+                }
+                bound => return bound.map_err(|error| listen_error(self.listen, error)),
+            }
+        }
     }
 }
 
