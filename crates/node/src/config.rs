@@ -2,6 +2,8 @@
 
 use std::{ops::Range, path::PathBuf, time::Duration};
 
+use space_node_manager::IoLimits;
+
 use crate::{fault::FaultPoints, pool::PoolConfig};
 
 /// Configuration of a [`crate::NodeManager`].
@@ -26,6 +28,8 @@ pub struct NodeConfig {
     pub memory_reserve: u64,
     /// No new sandbox when less than this is free on the file system of the data directory, bytes.
     pub disk_reserve: u64,
+    /// Most traffic of one machine with the disk of the data directory; `None` is unlimited.
+    pub disk_traffic: Option<IoLimits>,
     /// Ordinary user ids, one for each live machine. Nobody else may use them.
     pub uids: Range<u32>,
     /// Networks kept ready.
@@ -84,6 +88,7 @@ impl NodeConfig {
             memory_commit_percent: 50,
             memory_reserve: 512 << 20,
             disk_reserve: 1 << 30,
+            disk_traffic: None,
             uids: 200_000..204_096,
             networks_ahead: 8,
             pool: PoolConfig::default(),

@@ -49,7 +49,7 @@ pub use seam::{
     CreateSandbox, DataStream, EndRecord, GuestNotice, Node, NodeError, NodeInfo, PoolStatus, SandboxEvent,
     SandboxStatus, TemplateInfo, TunnelError, TunnelStream, Usage, WakeReason,
 };
-pub use start_up::OpenError;
+pub use start_up::{DISKS, MACHINES, OpenError};
 pub use templates::{Lease, ResolvedTemplate, StartingPoint, TemplateError, Templates};
 pub use volume_templates::VolumeTemplates;
 

@@ -201,7 +201,7 @@ impl Order<'_> {
             // One CPU more than the guest has: the monitor's own thread serves disk and network.
             cpu_quota_micros: (vcpus + 1) * 100_000,
             cpu_weight: self.cpu_weight,
-            io: None,
+            io: self.shared.config.disk_traffic,
         }
     }
 }

@@ -17,9 +17,9 @@ use crate::{
 };
 
 /// Directory of the machines below the run directory; short, for the sake of socket addresses.
-pub(crate) const MACHINES: &str = "s";
+pub const MACHINES: &str = "s";
 /// Directory of the writable disks below the data directory.
-pub(crate) const DISKS: &str = "disks";
+pub const DISKS: &str = "disks";
 
 /// Why a node cannot be opened.
 #[derive(Debug, thiserror::Error)]

@@ -9,6 +9,7 @@
 //! `space template build` makes the template, in a process of its own: here no guest is ever spoken to.
 
 pub(crate) mod assemble;
+mod capacity;
 mod child;
 pub(crate) mod installation;
 mod ownership;
@@ -27,6 +28,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use space_node::PoolConfig;
+use space_node_manager::IoLimits;
 use space_volume::VolumeError;
 
 use crate::{
@@ -84,6 +86,12 @@ pub(crate) struct Serving {
     /// Most machines kept ready for sandboxes to come; 0 starts each when it is asked for
     #[arg(long, default_value_t = PoolConfig::default().max_machines, value_name = "COUNT")]
     pub(crate) pool: usize,
+    /// Most that one sandbox reads from the disk of the data directory in a second, and most that it writes; 0 is unlimited
+    #[arg(long, default_value_t = 200, value_name = "MIB")]
+    pub(crate) disk_mib_per_second: u64,
+    /// The same in operations; 0 is unlimited
+    #[arg(long, default_value_t = 5000, value_name = "COUNT")]
+    pub(crate) disk_operations_per_second: u64,
     /// Virtual machine monitor
     #[arg(long, value_enum, default_value_t = Monitor::Auto)]
     pub(crate) vmm: Monitor,
@@ -101,6 +109,19 @@ pub(crate) enum Monitor {
 }
 
 impl Serving {
+    /// What one sandbox may take of the disk; `None` is all of it.
+    pub(crate) fn disk_traffic(&self) -> Option<IoLimits> {
+        let bytes = Some(self.disk_mib_per_second.saturating_mul(1 << 20)).filter(|limit| *limit > 0);
+        let operations = Some(self.disk_operations_per_second).filter(|limit| *limit > 0);
+        let limited = bytes.is_some() || operations.is_some();
+        limited.then_some(IoLimits {
+            read_bytes_per_second: bytes,
+            write_bytes_per_second: bytes,
+            read_operations_per_second: operations,
+            write_operations_per_second: operations,
+        })
+    }
+
     pub(crate) fn templates(&self, data: &Path) -> Result<PathBuf, CliError> {
         match &self.templates {
             Some(templates) => Ok(std::path::absolute(templates)?),
@@ -112,6 +133,7 @@ impl Serving {
 impl Up {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         ensure_root("the platform")?;
+        self.serving.check()?;
         let account: Account = self.user.parse().map_err(|error: String| {
             CliError::usage(error).with_hint("name an ordinary user with --user, or leave it out")
         })?;
@@ -313,18 +335,25 @@ impl Programs for Processes<'_> {
             domain,
             capacity,
             pool,
+            disk_mib_per_second,
+            disk_operations_per_second,
             vmm,
             daemon: _,
         } = &self.up.serving;
         let listener = self.listener.as_fd().try_clone_to_owned()?;
         let mut arguments = self.place("node");
         let vmm = vmm.to_possible_value().map(|value| value.get_name().to_owned());
-        let options: [(&str, OsString); 8] = [
+        let options: [(&str, OsString); 10] = [
             ("--templates", self.templates.clone().into()),
             ("--daemon", self.daemon.clone().into()),
             ("--domain", domain.into()),
             ("--capacity", capacity.to_string().into()),
             ("--pool", pool.to_string().into()),
+            ("--disk-mib-per-second", disk_mib_per_second.to_string().into()),
+            (
+                "--disk-operations-per-second",
+                disk_operations_per_second.to_string().into(),
+            ),
             ("--vmm", vmm.unwrap_or_default().into()),
             ("--listen-descriptor", listener.as_raw_fd().to_string().into()),
             ("--ready-descriptor", ready.as_raw_fd().to_string().into()),

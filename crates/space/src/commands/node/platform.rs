@@ -54,6 +54,7 @@ impl Platform {
             capacity: serving.capacity,
             max_creating: serving.capacity,
             uids: installation.uids.clone(),
+            disk_traffic: serving.disk_traffic(),
             pool: PoolConfig {
                 max_machines: serving.pool,
                 ..PoolConfig::default()
@@ -91,15 +92,18 @@ impl Platform {
         node: Arc<NodeManager>,
     ) -> Result<Self, CliError> {
         let failed = |error| {
-            CliError::internal("cannot open the metadata store", error)
-                .with_hint("is the disk full? Otherwise move space.db away; running sandboxes are not in it")
+            CliError::internal("cannot open the metadata store", error).with_hint(
+                "is the disk full? As a last resort move space.db and its -wal and -shm away, or put a copy of it back: without it all projects, keys \
+                 but the one in the data directory, and records are lost, and sandboxes that run can no longer be reached; \
+                 they are left alone until their deadlines",
+            )
         };
         let store = Arc::new(SqliteStore::open(&data.join("space.db")).await.map_err(failed)?);
         let known = fs_err::read_to_string(key_file(data))
             .ok()
             .and_then(|text| text.trim().parse::<ApiKey>().ok());
         let bootstrap = store
-            .ensure_default_project_and_key(Quotas::default(), known)
+            .ensure_default_project_and_key(Quotas::for_capacity(serving.capacity), known)
             .await
             .map_err(failed)?;
         write_private(&key_file(data), bootstrap.key.expose())?;
@@ -213,7 +217,9 @@ fn open_error(error: OpenError) -> CliError {
             "another `space up` uses this directory: stop it first, or choose another with --data-dir"
         }
         OpenError::NotTraversable { .. } => "machines run as ordinary users and must reach their files",
-        OpenError::Journal(_) => "is the disk full? Otherwise move node.db away",
+        OpenError::Journal(_) => {
+            "is the disk full? As a last resort move node.db and its -wal and -shm away: the start that follows ends every sandbox that runs, for it can no longer tell what they are"
+        }
         _ => "`space doctor` checks what the platform needs",
     };
     CliError::new(
