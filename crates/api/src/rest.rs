@@ -286,6 +286,20 @@ pub struct Quotas {
     pub max_timeout_seconds: u64,
 }
 
+impl Quotas {
+    /// Those of a project that may fill a node of so many sandboxes: the defaults, or more where the node holds more.
+    pub fn for_capacity(sandboxes: usize) -> Self {
+        let sandboxes = u32::try_from(sandboxes).unwrap_or(u32::MAX);
+        let least = Self::default();
+        Self {
+            max_sandboxes: least.max_sandboxes.max(sandboxes),
+            max_vcpus: least.max_vcpus.max(sandboxes.saturating_mul(4)),
+            max_memory_mib: least.max_memory_mib.max(u64::from(sandboxes) * 4096),
+            ..least
+        }
+    }
+}
+
 impl Default for Quotas {
     fn default() -> Self {
         Self {
@@ -356,4 +370,18 @@ pub struct PoolRecord {
     pub hits: u64,
     /// Creates that found none.
     pub misses: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quotas_of_a_project_that_has_a_node_for_itself_never_bind_first() {
+        assert_eq!(Quotas::for_capacity(64), Quotas::default());
+        let large = Quotas::for_capacity(1000);
+        assert_eq!((large.max_sandboxes, large.max_vcpus), (1000, 4000));
+        assert!(large.max_memory_mib > Quotas::default().max_memory_mib);
+        assert_eq!(Quotas::for_capacity(usize::MAX).max_sandboxes, u32::MAX);
+    }
 }

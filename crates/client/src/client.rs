@@ -1,12 +1,17 @@
 //! The REST half: lifecycle, templates, keys.
 
-use std::{collections::BTreeMap, fmt, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    time::{Duration, Instant},
+};
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::Method;
 use serde::{Serialize, de::DeserializeOwned};
 use space_api::{
     e2b,
+    error::ErrorCode,
     id::SandboxId,
     lifecycle::IdlePolicy,
     rest::{CreatedKey, KeyRecord, KeyRole, NewKey, NodeRecord, ProjectRecord, QueueRequest, SandboxRecord},
@@ -15,8 +20,15 @@ use space_api::{
 
 use crate::{ClientError, Endpoint, Sandbox};
 
-/// Longest that a REST call may take; a create has to build a machine.
+/// Longest that a REST call may take.
 const REQUEST_LIMIT: Duration = Duration::from_secs(120);
+/// Longest that a create may take beside its waiting for room: longer than the platform gives it, which is 300 s for the first
+/// machine of a template and size and 30 s for the sandbox, so that its answer is always heard.
+const CREATE_LIMIT: Duration = Duration::from_secs(390);
+/// How often a create with an idempotency key is asked for again whose connection broke.
+const CREATE_TRIES: u32 = 3;
+/// How long until then, and until one that is under way is asked for its answer.
+const CREATE_AGAIN: Duration = Duration::from_secs(1);
 /// Most bytes of an error answer that are read.
 const ERROR_BODY_LIMIT: usize = 64 * 1024;
 /// Most pages of one list that are read.
@@ -50,7 +62,8 @@ pub struct SandboxOptions {
     pub wake_on_traffic: bool,
     /// How long to wait for room, at most 300 s; refused at once if `None`.
     pub queue: Option<Duration>,
-    /// Sent as `Idempotency-Key`, so that a repeated create makes one sandbox.
+    /// Sent as `Idempotency-Key`, so that a repeated create makes one sandbox. With it, a create whose connection breaks is
+    /// asked for again by itself.
     pub idempotency_key: Option<String>,
 }
 
@@ -113,15 +126,40 @@ impl Client {
             disk_size_mb: options.size.map(|size| size.disk_mib),
             ..e2b::NewSandbox::default()
         };
-        let mut request = self.request(Method::POST, "/v2/sandboxes").json(&body);
-        if let Some(key) = &options.idempotency_key {
-            request = request.header("idempotency-key", key);
-        }
-        if let Some(span) = options.queue {
-            request = request.timeout(REQUEST_LIMIT.saturating_add(span));
-        }
-        let made: e2b::Sandbox = self.read(request).await?;
+        let made = self.ask_for(&body, options).await?;
         self.handle(made)
+    }
+
+    async fn ask_for(
+        &self,
+        body: &e2b::NewSandbox,
+        options: &SandboxOptions,
+    ) -> Result<e2b::Sandbox, ClientError> {
+        let limit = CREATE_LIMIT.saturating_add(options.queue.unwrap_or_default());
+        let began = Instant::now();
+        let mut broken = 0;
+        loop {
+            let left = limit.saturating_sub(began.elapsed());
+            let mut request = self
+                .request(Method::POST, "/v2/sandboxes")
+                .json(body)
+                .timeout(left);
+            if let Some(key) = &options.idempotency_key {
+                request = request.header("idempotency-key", key);
+            }
+            let error = match self.read(request).await {
+                Ok(made) => return Ok(made),
+                Err(error) => error,
+            };
+            // What the first request has begun may be under way still when it is repeated.
+            let under_way = broken > 0 && error.error_code() == Some(ErrorCode::IdempotencyInProgress);
+            let broke = error.broke_off() && broken + 1 < CREATE_TRIES;
+            if options.idempotency_key.is_none() || !(under_way || broke) || left <= CREATE_AGAIN {
+                return Err(error);
+            }
+            broken += u32::from(broke);
+            tokio::time::sleep(CREATE_AGAIN).await;
+        }
     }
 
     /// Gives a handle to a sandbox, which runs on if it was paused. Extends its life to `timeout` from now, never shortens it.

@@ -82,6 +82,16 @@ impl ClientError {
         }
     }
 
+    /// Whether it was asked and its answer was lost on the way, so that what became of it is not known.
+    pub(crate) fn broke_off(&self) -> bool {
+        match self {
+            Self::Unreachable { source, .. } => source
+                .downcast_ref::<reqwest::Error>()
+                .is_some_and(|error| !error.is_connect() && !error.is_timeout() && !error.is_builder()),
+            _ => false,
+        }
+    }
+
     pub(crate) fn from_connect(url: &str, error: ConnectError) -> Self {
         let message = error
             .message

@@ -73,7 +73,16 @@ impl EventStream {
         if let Some(last) = self.last {
             request = request.header("last-event-id", last.to_string());
         }
-        self.answer = Some(self.client.checked(request).await?);
+        let answer = self.client.checked(request).await?;
+        if self.last.is_none() {
+            // Where it begins, so that what happens while the connection is broken is not left out, even before the first event.
+            self.last = answer
+                .headers()
+                .get("last-event-id")
+                .and_then(|value| value.to_str().ok())
+                .and_then(|text| text.parse().ok());
+        }
+        self.answer = Some(answer);
         Ok(())
     }
 }
