@@ -15,6 +15,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use crate::{
     callers::Callers,
     config::ControlConfig,
+    deadlines::Deadlines,
     queue::Queue,
     transitions::{Pauses, Wakes},
 };
@@ -42,10 +43,13 @@ pub(crate) struct Shared {
     pub(crate) stop: CancellationToken,
     pub(crate) callers: Callers,
     pub(crate) queue: Queue,
+    pub(crate) deadlines: Deadlines,
     pub(crate) pauses: Pauses,
     pub(crate) wakes: Wakes,
     /// Streams of events at once.
     pub(crate) followers: Arc<Semaphore>,
+    /// Sandboxes on the node that are older than the store, and of which it has been said.
+    pub(crate) elders: Mutex<HashSet<SandboxId>>,
     routes: Mutex<HashMap<SandboxId, Arc<Route>>>,
     creating: Mutex<HashSet<SandboxId>>,
     templates: Mutex<Option<(Instant, Arc<Vec<TemplateInfo>>)>>,
@@ -95,9 +99,11 @@ impl Shared {
             stop: CancellationToken::new(),
             callers: Callers::default(),
             queue: Queue::default(),
+            deadlines: Deadlines::default(),
             pauses: Pauses::default(),
             wakes: Wakes::default(),
             followers: Arc::new(Semaphore::new(MAX_FOLLOWERS)),
+            elders: Mutex::default(),
             routes: Mutex::default(),
             creating: Mutex::default(),
             templates: Mutex::default(),

@@ -30,7 +30,8 @@ pub struct Limits {
     /// How long a client may take to send its head; hence also how long an idle HTTP/1.1 connection is kept, and a new one on
     /// which nothing is asked.
     pub head: Duration,
-    /// How long an API call may take; a create may have to make a machine snapshot first.
+    /// How long an API call may take: a create may wait for room for as long as may be asked for, and then have to make a machine
+    /// snapshot first.
     pub api_call: Duration,
     /// How long a stream through the edge may be silent.
     pub edge_idle: Duration,
@@ -63,7 +64,7 @@ impl Default for Limits {
             api_body: 1 << 20,
             create_body: 4 << 20,
             head: Duration::from_secs(90),
-            api_call: Duration::from_secs(600),
+            api_call: Duration::from_secs(660),
             edge_idle: Duration::from_secs(620),
             command_grace: Duration::from_secs(10),
             drain: Duration::from_secs(5),

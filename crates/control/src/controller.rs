@@ -1,8 +1,9 @@
 //! Makes the store and the node agree.
 //!
 //! What the store says lives and the node does not know has ended: from the node's journal it learns why, and where that does not
-//! say, the platform was restarted under it. What the node runs and the store does not know, or knows as ended, is deleted. What both
-//! know is as the node says: running or paused, and until when; so sandboxes that a node has adopted live on.
+//! say, the platform was restarted under it. What the node runs and the store does not know, or knows as ended, is deleted, unless it
+//! is older than the store itself, which then cannot know it. What both know is as the node says: running or paused, and until
+//! when; so sandboxes that a node has adopted live on.
 //! Runs at start-up before anything is served, on every event, and every [`Limits::reconcile`](crate::Limits::reconcile).
 //!
 //! It also does what no request should wait for: writing the store through to the disk, and its upkeep.
@@ -14,15 +15,23 @@ use space_api::{
     id::SandboxId,
     lifecycle::{EndCause, SandboxState},
 };
-use space_node::{EndRecord, NodeError, SandboxEvent, SandboxStatus};
+use space_node::{NodeError, SandboxEvent, SandboxStatus};
 use space_store::{End, NodeCapacity, Ready, SandboxRow, StoreError};
 use tokio::sync::broadcast::{Receiver, error::RecvError};
 use tokio_util::sync::CancellationToken;
 
-use crate::{app::App, error::chain, transitions};
+use crate::{
+    app::{App, lock},
+    deadlines,
+    error::chain,
+    transitions,
+};
 
 /// How long after a change of the store it is on the disk: what a loss of power may take away of the records.
 const FLUSH_EVERY: Duration = Duration::from_secs(1);
+
+/// How long creates that failed can be read of: everybody can make many of them, and what they hold may be large.
+const FAILED_LIFETIME: SignedDuration = SignedDuration::from_hours(1);
 
 /// Why the two could not be compared.
 #[derive(Debug, thiserror::Error)]
@@ -154,7 +163,7 @@ pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
     }
     for status in alive.values() {
         let known = rows.iter().any(|row| row.sandbox.id == status.id);
-        if !known && !app.is_creating(&status.id) && unwanted(app, &status.id).await? {
+        if !known && !app.is_creating(&status.id) && unwanted(app, status).await? {
             tracing::warn!(sandbox = %status.id, "deleting a sandbox that the store does not want");
             if let Err(error) = app.node.delete(&status.id).await
                 && !matches!(error, NodeError::NotFound { .. })
@@ -163,10 +172,12 @@ pub(crate) async fn reconcile(app: &App) -> Result<(), ReconcileError> {
             }
         }
     }
+    lock(&app.elders).retain(|id| alive.contains_key(id));
     let oldest = SignedDuration::try_from(app.config.limits.record_lifetime).unwrap_or(SignedDuration::MAX);
-    if let Ok(before) = Timestamp::now().checked_sub(oldest) {
-        app.store.prune(before).await?;
-    }
+    let before = |span: SignedDuration| Timestamp::now().checked_sub(span).unwrap_or(Timestamp::MIN);
+    app.store
+        .prune(before(oldest), before(oldest.min(FAILED_LIFETIME)))
+        .await?;
     app.store.maintain().await?;
     Ok(())
 }
@@ -189,36 +200,32 @@ async fn agree(app: &App, row: &SandboxRow, status: &SandboxStatus) -> Result<()
         return Ok(());
     }
     // Read anew: a call may have moved it since the list was made.
-    if let Ok(status) = app.node.status(&status.id).await {
-        app.store.set_deadline(&status.id, status.deadline).await?;
-    }
-    Ok(())
+    deadlines::follow(app, &status.id).await
 }
 
-async fn end_missing(app: &App, missing: &[&SandboxRow]) -> Result<(), ReconcileError> {
-    let since = missing
-        .iter()
-        .map(|row| row.sandbox.started_at)
-        .min()
-        .unwrap_or_else(Timestamp::now);
-    let ends: HashMap<(SandboxId, u64), EndRecord> = app
-        .node
-        .ends_since(since)
-        .await?
-        .into_iter()
-        .map(|record| ((record.id.clone(), record.generation), record))
-        .collect();
+async fn end_missing(app: &App, missing: &[&SandboxRow]) -> Result<(), StoreError> {
     for row in missing {
         let id = &row.sandbox.id;
         // It may have been in between two lists; the node itself has the last word.
-        if app.node.status(id).await.is_ok() {
-            continue;
-        }
-        let record = ends.get(&(id.clone(), row.sandbox.generation));
+        let record = match app.node.status(id).await {
+            Err(NodeError::NotFound { end, .. }) => {
+                end.filter(|record| record.generation == row.sandbox.generation)
+            }
+            Ok(_) => continue,
+            // It cannot tell now, so nothing is known of an end.
+            Err(error) => {
+                tracing::warn!(sandbox = %id, %error, "whether a sandbox lives is not known; it is asked again");
+                continue;
+            }
+        };
         let end = End {
             generation: row.sandbox.generation,
-            cause: record.map_or(EndCause::PlatformRestarted, |record| record.cause.clone()),
-            ended_at: record.map_or_else(Timestamp::now, |record| record.ended_at),
+            cause: record
+                .as_ref()
+                .map_or(EndCause::PlatformRestarted, |record| record.cause.clone()),
+            ended_at: record
+                .as_ref()
+                .map_or_else(Timestamp::now, |record| record.ended_at),
             cpu_micros: record.map(|record| record.cpu_micros),
         };
         if app.end(id, &end, false).await? {
@@ -241,7 +248,22 @@ async fn mark_running(app: &App, status: &SandboxStatus) -> Result<(), StoreErro
     Ok(())
 }
 
-async fn unwanted(app: &App, id: &SandboxId) -> Result<bool, StoreError> {
-    let row = app.store.sandbox(id).await?;
-    Ok(row.is_none_or(|row| row.state == SandboxState::Ended))
+/// Whether what the node runs is to go: the store has its end, or would know it if anybody had asked for it.
+async fn unwanted(app: &App, status: &SandboxStatus) -> Result<bool, StoreError> {
+    if let Some(row) = app.store.sandbox(&status.id).await? {
+        return Ok(row.state == SandboxState::Ended);
+    }
+    // A store that was made anew must not cost anybody their work.
+    let elder = app
+        .store
+        .begun()
+        .await?
+        .is_none_or(|begun| status.started_at < begun);
+    if elder && lock(&app.elders).insert(status.id.clone()) {
+        tracing::error!(
+            sandbox = %status.id, deadline = %status.deadline,
+            "a sandbox is older than the metadata store, which knows nothing of it: it is left to run until its deadline, and nobody can reach it; an orderly end of the platform ends it"
+        );
+    }
+    Ok(!elder)
 }

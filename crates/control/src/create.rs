@@ -16,29 +16,32 @@
 
 use std::time::{Duration, Instant};
 
-use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use sha2::{Digest as _, Sha256};
 use space_api::{
     e2b::{DEFAULT_TIMEOUT_SECONDS, NewSandbox as Body},
-    error::ErrorCode,
     id::SandboxId,
     key::{hex, random_token},
-    lifecycle::{EndCause, SandboxState},
+    lifecycle::SandboxState,
     size::SizeClass,
 };
 use space_node::{CreateSandbox, NodeError, SandboxStatus, TemplateInfo};
-use space_store::{Claim, End, NewSandbox, Prior, Project, Ready, Reservation, SandboxRow};
+use space_store::{Claim, NewSandbox, Principal, Project, Ready, Reservation, SandboxRow};
 use tracing::Instrument as _;
 
 use crate::{
     app::{App, begin_create},
-    create::room::{NoRoom, Waiting},
-    error::ApiError,
+    create::{
+        failing::{Room, answer_again, cause_of, ended_while_creating, failed, not_finished, undo},
+        room::{NoRoom, Waiting, weight},
+    },
+    deadlines,
+    error::{ApiError, template_not_found},
     queue::Place,
 };
 
 pub(crate) mod check;
+mod failing;
 mod room;
 
 /// Creates that took longer than this get their full time again from the moment they are ready.
@@ -75,16 +78,32 @@ enum Tried {
 /// Makes a sandbox, or answers an earlier request with the same idempotency key again.
 pub(crate) async fn create(
     app: &App,
-    project: &Project,
+    principal: &Principal,
     version: Version,
     mut body: Body,
     idempotency_key: Option<String>,
 ) -> Result<SandboxRow, ApiError> {
+    let project = &principal.project;
     check::fields(&body, project)?;
-    let mut waiting = Waiting::new(app, &project.id, body.queue.take());
-    let mut place = waiting.before_the_first_try()?;
     let began = Instant::now();
-    let mut plan = plan(app, project, version, body, idempotency_key).await?;
+    let mut waiting = Waiting::new(app, principal, body.queue.take(), weight(&body));
+    let claim = idempotency_key.map(|key| Claim {
+        key,
+        request_hash: request_hash(version, &body),
+        now: Timestamp::now(),
+    });
+    let template = template(app, &body.template_id).await;
+    let ahead = app.queue.ahead(&project.id);
+    // What was answered before is answered again, whatever has become of the template, and past all who wait. A create that may
+    // be tried at once learns of it as it reserves.
+    if let Some(claim) = &claim
+        && (template.is_err() || ahead.is_some())
+        && let Some(prior) = app.store.prior(&project.id, claim).await?
+    {
+        return answer_again(prior);
+    }
+    let mut plan = plan(app, project, version, body, template?.as_ref(), claim)?;
+    let mut place = waiting.before_the_first_try(ahead)?;
     loop {
         if let Some(place) = &place {
             waiting.turn(place).await?;
@@ -101,25 +120,21 @@ pub(crate) async fn create(
             .map_err(|error| ApiError::internal(&error))??;
         match tried {
             Tried::Made(row) => return Ok(*row),
-            Tried::NoRoom(refusal) => place = Some(waiting.after(refusal).await?),
+            Tried::NoRoom(refusal) => place = Some(waiting.after(refusal)?),
         }
     }
 }
 
-async fn plan(
+fn plan(
     app: &App,
     project: &Project,
     version: Version,
     body: Body,
-    idempotency_key: Option<String>,
+    template: Option<&TemplateInfo>,
+    claim: Option<Claim>,
 ) -> Result<Plan, ApiError> {
     let now = Timestamp::now();
-    let claim = idempotency_key.map(|key| Claim {
-        key,
-        request_hash: request_hash(version, &body),
-        now,
-    });
-    let size = size(app, &body).await?;
+    let size = size(template, &body)?;
     let timeout = body.timeout.unwrap_or(DEFAULT_TIMEOUT_SECONDS);
     let secured = version != Version::V1 || body.secure.unwrap_or(true);
     let network = body.network.unwrap_or_default();
@@ -183,9 +198,12 @@ async fn attempt(app: &App, plan: Plan, place: Option<Place>, began: Instant) ->
         }
         Reservation::Used(prior) => return answer_again(prior).map(|row| Tried::Made(Box::new(row))),
     }
-    let ticket = place.as_ref().map(Place::ticket);
     // The next one may try while this one's machine is made, unless the node has shown that it is fuller than the store knows.
-    let place = place.filter(|_| app.queue.is_cautious());
+    if let Some(place) = &place
+        && !app.queue.is_cautious()
+    {
+        place.making();
+    }
     let reserved = began.elapsed();
 
     let request = CreateSandbox {
@@ -202,14 +220,13 @@ async fn attempt(app: &App, plan: Plan, place: Option<Place>, began: Instant) ->
         Ok(status) => status,
         Err(error) => {
             let NodeError::NoCapacity { retry_after_ms, .. } = &error else {
-                undo(app, &new, &error.to_string(), Room::Freed).await;
-                return Err(error.into());
+                undo(app, &new, cause_of(&error), Room::Freed).await;
+                return Err(not_finished(&new.id, error));
             };
             let after = Duration::from_millis(*retry_after_ms);
             let hold = app.queue.hold();
-            undo(app, &new, &error.to_string(), Room::AsBefore).await;
-            drop(place);
-            return Ok(Tried::NoRoom(NoRoom::by_node(error.into(), after, ticket, hold)));
+            undo(app, &new, cause_of(&error), Room::AsBefore).await;
+            return Ok(Tried::NoRoom(NoRoom::by_node(error.into(), after, place, hold)));
         }
     };
     app.queue.made();
@@ -249,18 +266,22 @@ async fn finish(
     let marked = match app.store.mark_running(&new.id, new.generation, &ready).await {
         Ok(marked) => marked,
         Err(error) => {
-            undo(app, &new, "its record could not be written", Room::Freed).await;
+            undo(app, &new, failed("its record could not be written"), Room::Freed).await;
             return Err(error.into());
         }
     };
     if !marked {
+        // Somebody has ended it in the books only: the machine goes, and its idempotency key is free.
+        undo(app, &new, failed("it had ended before it ran"), Room::Freed).await;
         return Err(ended_while_creating(app, &new.id).await);
     }
     if slow {
-        let deadline = after(Timestamp::now(), timeout);
-        if app.node.set_deadline(&new.id, deadline).await.is_ok() {
-            app.store.set_deadline(&new.id, deadline).await?;
-            new.deadline = deadline;
+        // An answer that fails here would hide a sandbox that runs; the controller writes the deadline down later.
+        match deadlines::at_least(app, &new.id, after(Timestamp::now(), timeout)).await {
+            Ok(deadline) => new.deadline = deadline,
+            Err(error) => {
+                tracing::warn!(sandbox = %new.id, ?error, "a slow create did not get its full time")
+            }
         }
     }
     new.template = status.template;
@@ -278,87 +299,26 @@ async fn finish(
     Ok(row)
 }
 
-/// Whether what is undone leaves room for others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Room {
-    Freed,
-    /// The node never had any.
-    AsBefore,
-}
-
-/// Ends what a failed create has left, in the store and on the node.
-async fn undo(app: &App, new: &NewSandbox, why: &str, room: Room) {
-    match app.node.delete(&new.id).await {
-        Ok(_) | Err(NodeError::NotFound { .. }) => {}
-        Err(error) => {
-            tracing::warn!(%error, "the remains of a failed create stay until the controller finds them");
-        }
+/// The template that is meant, as the node lists it. `None`: only the node can tell, for it lists no digests without a name.
+/// One that is not there is refused here, so that no record of it is made.
+async fn template(app: &App, asked: &str) -> Result<Option<TemplateInfo>, ApiError> {
+    let find = |known: &[TemplateInfo]| known.iter().find(|template| names(template, asked)).cloned();
+    if let Some(found) = find(&app.templates().await?) {
+        return Ok(Some(found));
     }
-    let end = End {
-        generation: new.generation,
-        cause: EndCause::CreateFailed {
-            detail: why.chars().take(2048).collect(),
-        },
-        ended_at: Timestamp::now(),
-        cpu_micros: None,
-    };
-    let ended = match room {
-        Room::Freed => app.end(&new.id, &end, true).await,
-        Room::AsBefore => app.store.end(&new.id, &end, true).await,
-    };
-    if let Err(error) = ended {
-        tracing::error!(error = %crate::error::chain(&error), "the end of a failed create was not recorded");
+    if asked.starts_with(DIGEST) {
+        return Ok(None);
     }
-}
-
-async fn ended_while_creating(app: &App, id: &SandboxId) -> ApiError {
-    let cause = match app.store.sandbox(id).await {
-        Ok(row) => row.and_then(|row| row.end_cause),
-        Err(error) => return error.into(),
-    };
-    ApiError::new(
-        StatusCode::INTERNAL_SERVER_ERROR,
-        ErrorCode::SandboxCreateFailed,
-        format!("sandbox {id} ended before its create was answered"),
-    )
-    .hint(cause.map_or_else(
-        || "try again".to_owned(),
-        |cause| format!("cause: {}", serde_json::to_string(&cause).unwrap_or_default()),
-    ))
-}
-
-fn answer_again(prior: Prior) -> Result<SandboxRow, ApiError> {
-    match prior {
-        Prior::Done(row) => Ok(*row),
-        Prior::InProgress => Err(ApiError::new(
-            StatusCode::CONFLICT,
-            ErrorCode::IdempotencyInProgress,
-            "a create with this idempotency key is still in progress",
-        )
-        .hint("repeat the request in a moment to get its answer")),
-        Prior::Unknown => Err(ApiError::new(
-            StatusCode::CONFLICT,
-            ErrorCode::IdempotencyOutcomeUnknown,
-            "the platform stopped before the create with this idempotency key was answered",
-        )
-        .hint("list your sandboxes, then create with a new key if it is not among them")),
-        Prior::Mismatch => Err(ApiError::new(
-            StatusCode::UNPROCESSABLE_ENTITY,
-            ErrorCode::IdempotencyRequestMismatch,
-            "this idempotency key was used with a different request",
-        )
-        .hint("use a new idempotency key for each different create")),
-    }
+    // It may have been built a moment ago.
+    app.forget_templates();
+    find(&app.templates().await?)
+        .map(Some)
+        .ok_or_else(|| template_not_found(asked))
 }
 
 /// What was asked for, or `None` for the template's own default. What is not named is the template's.
-async fn size(app: &App, body: &Body) -> Result<Option<SizeClass>, ApiError> {
-    let default = app
-        .templates()
-        .await?
-        .iter()
-        .find(|template| names(template, &body.template_id))
-        .map(|template| template.default_size);
+fn size(template: Option<&TemplateInfo>, body: &Body) -> Result<Option<SizeClass>, ApiError> {
+    let default = template.map(|template| template.default_size);
     if body.cpu_count.is_none() && body.memory_mb.is_none() && body.disk_size_mb.is_none() {
         return Ok(default);
     }
@@ -372,14 +332,17 @@ async fn size(app: &App, body: &Body) -> Result<Option<SizeClass>, ApiError> {
     .map_err(|error| ApiError::bad_request(error.to_string()))
 }
 
-/// Whether `asked` (bare name, `name:tag` or digest) means this template.
+/// How a digest begins.
+const DIGEST: &str = "sha256:";
+/// The tag that a bare name stands for.
+const DEFAULT_TAG: &str = ":latest";
+
+/// Whether `asked` (bare name, `name:tag` or digest) means this template, as the node understands it: a bare name is that of
+/// the tag `latest` and of no other.
 pub(crate) fn names(template: &TemplateInfo, asked: &str) -> bool {
     template.name == asked
         || template.digest == asked
-        || template
-            .name
-            .split_once(':')
-            .is_some_and(|(bare, _)| bare == asked)
+        || (!asked.contains(':') && template.name.strip_suffix(DEFAULT_TAG) == Some(asked))
 }
 
 fn request_hash(version: Version, body: &Body) -> String {

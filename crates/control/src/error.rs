@@ -20,6 +20,9 @@ const RETRY_AFTER: u64 = 1;
 /// Most seconds that anybody is told to wait.
 const MAX_RETRY_AFTER: u64 = 60;
 
+/// When the platform may be there again after it was stopped, milliseconds: it is mostly stopped to be started anew.
+const RESTART_MS: u64 = 3000;
+
 /// A refused API request.
 #[derive(Debug)]
 pub(crate) struct ApiError {
@@ -90,14 +93,11 @@ impl ApiError {
             .hint("wait a moment and ask again")
     }
 
-    pub(crate) fn quota(what: &str, limit: u64) -> Self {
-        Self::new(
-            StatusCode::TOO_MANY_REQUESTS,
-            ErrorCode::QuotaExceeded,
-            format!("the project has reached its limit of {limit} {what}"),
-        )
-        .hint("delete sandboxes that are no longer needed, or raise the project's quotas")
-        .retry(true)
+    /// The project has no room of its own left.
+    pub(crate) fn quota(message: String) -> Self {
+        Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorCode::QuotaExceeded, message)
+            .hint("delete sandboxes that are no longer needed, or wait for it: queue.timeout_seconds in the body or X-Queue-Timeout")
+            .retry(true)
     }
 
     /// The installation has no room, now.
@@ -114,6 +114,15 @@ impl ApiError {
 
     pub(crate) fn too_many(what: impl Into<String>) -> Self {
         Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorCode::TooManyRequests, what).retry(true)
+    }
+
+    pub(crate) fn invalid_key() -> Self {
+        Self::new(
+            StatusCode::UNAUTHORIZED,
+            ErrorCode::InvalidApiKey,
+            "the API key is unknown or revoked",
+        )
+        .hint("use a key of this installation; `space up` prints the first one")
     }
 
     pub(crate) fn forbidden(what: &str) -> Self {
@@ -201,7 +210,8 @@ impl From<NodeError> for ApiError {
             NodeError::ShuttingDown => {
                 Self::new(StatusCode::SERVICE_UNAVAILABLE, ErrorCode::ShuttingDown, message)
                     .hint("try again when the platform has been started again")
-                    .retry(false)
+                    .retry(true)
+                    .after(RESTART_MS)
             }
             NodeError::Internal { .. } => Self::internal(&error),
         }

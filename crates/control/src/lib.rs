@@ -18,6 +18,7 @@ mod callers;
 mod config;
 mod controller;
 mod create;
+mod deadlines;
 mod edge;
 mod error;
 mod openapi;

@@ -1,13 +1,16 @@
 //! Creates that wait for room: in the order of arrival, each project in turn, and nobody past those who wait.
 //!
 //! ```text
-//!  join ──► waiting ──turn──► trying ──reserved──► out (the place is dropped)
-//!              ▲                 │
-//!              └────refused──────┘
+//!  join ──► waiting ──turn──► trying ──reserved──► making ──► out (the place is dropped)
+//!              ▲                 │                    │
+//!              └────refused──────┴──refused by node───┘
 //! ```
 //!
 //! At most one tries at a time. Whenever room may have come ([`Queue::freed`]) a round begins: the first of each project tries, until
 //! the node is full or every project is at its own limit. Whoever is dropped, waiting or trying, leaves and passes the turn on.
+//!
+//! A place is kept until the sandbox is there, so that whoever the node itself refuses stands where it stood, before those who
+//! came later. While its machine is made it holds nobody up.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -21,6 +24,8 @@ use crate::app::lock;
 
 /// Most that wait at once: with ten ends a second the last of them waits for as long as anybody may.
 const MAX_WAITING: usize = 3000;
+/// Most bytes that those who wait keep in memory together, for each brings what its sandbox is to be made with.
+const MAX_BYTES: usize = 64 << 20;
 
 /// Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -32,11 +37,15 @@ pub(crate) struct Queue {
 struct State {
     next_ticket: u64,
     waiting: BTreeMap<u64, Waiter>,
+    /// What all of them keep.
+    bytes: usize,
     trying: Option<u64>,
     /// Room has come while somebody tried: the round begins anew after that.
     again: bool,
     /// The node is full; nobody need try before something ends.
     node_full: bool,
+    /// Refusals of the node itself that are being waited out.
+    holds: usize,
     /// The node itself had no room where the store thought it had: until a create succeeds again, one at a time asks it.
     cautious: bool,
     /// Projects that are at their own limit in this round.
@@ -49,8 +58,20 @@ struct State {
 struct Waiter {
     project: ProjectId,
     turn: Arc<Notify>,
+    bytes: usize,
     /// It waits for the node rather than for its own project.
     for_node: bool,
+    /// It has a place reserved and waits for its machine, not for a turn.
+    making: bool,
+}
+
+/// What those wait for past whom a create must not go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ahead {
+    /// Room on the node, which is for all.
+    Node,
+    /// The limit of this very project.
+    Project,
 }
 
 /// A place in the queue; dropping it leaves.
@@ -61,48 +82,51 @@ pub(crate) struct Place {
     turn: Arc<Notify>,
 }
 
-/// Too many wait already.
+/// Too many wait already, or they keep too much.
 #[derive(Debug)]
 pub(crate) struct QueueFull;
 
-/// While it is held nobody is asked to try; dropping it begins a round.
+/// While it is held nobody is asked to try; dropping the last one begins a round.
 #[derive(Debug)]
-pub(crate) struct Hold(Queue);
+pub(crate) struct Hold {
+    queue: Queue,
+    spent: bool,
+}
 
 impl Queue {
-    /// Whether a create of this project must not go past others.
-    pub(crate) fn must_wait(&self, project: &ProjectId) -> bool {
-        lock(&self.state)
-            .waiting
-            .values()
-            .any(|waiter| waiter.for_node || waiter.project == *project)
+    /// What others wait for already, if a create of this project must not go past them.
+    pub(crate) fn ahead(&self, project: &ProjectId) -> Option<Ahead> {
+        let mut own = false;
+        for waiter in lock(&self.state).waiting.values().filter(|waiter| !waiter.making) {
+            if waiter.for_node {
+                return Some(Ahead::Node);
+            }
+            own |= waiter.project == *project;
+        }
+        own.then_some(Ahead::Project)
     }
 
-    /// Waits at the end, or again at the place of an earlier `ticket`.
-    pub(crate) fn join(
-        &self,
-        project: &ProjectId,
-        for_node: bool,
-        ticket: Option<u64>,
-    ) -> Result<Place, QueueFull> {
+    /// Waits at the end, keeping so many bytes.
+    pub(crate) fn join(&self, project: &ProjectId, for_node: bool, bytes: usize) -> Result<Place, QueueFull> {
         let mut state = lock(&self.state);
-        if state.waiting.len() >= MAX_WAITING {
+        if state.waiting.len() >= MAX_WAITING || state.bytes.saturating_add(bytes) > MAX_BYTES {
             return Err(QueueFull);
         }
-        let ticket = ticket.unwrap_or_else(|| {
-            state.next_ticket += 1;
-            state.next_ticket
-        });
+        state.next_ticket += 1;
+        let ticket = state.next_ticket;
         let turn = Arc::new(Notify::new());
         let waiter = Waiter {
             project: project.clone(),
             turn: turn.clone(),
+            bytes,
             for_node,
+            making: false,
         };
+        state.bytes += bytes;
         state.waiting.insert(ticket, waiter);
         // Room may have come between the refusal and this, when nobody waited who could have been told. While somebody tries,
-        // whatever came is seen by them, or has been noted.
-        if state.trying.is_none() {
+        // whatever came is seen by them, or has been noted; while the node is left alone, a round begins after that anyway.
+        if state.trying.is_none() && state.holds == 0 {
             state.begin_round();
         }
         drop(state);
@@ -123,7 +147,11 @@ impl Queue {
         let mut state = lock(&self.state);
         state.node_full = true;
         state.cautious = true;
-        Hold(self.clone())
+        state.holds += 1;
+        Hold {
+            queue: self.clone(),
+            spent: false,
+        }
     }
 
     /// A create has succeeded.
@@ -131,7 +159,7 @@ impl Queue {
         lock(&self.state).cautious = false;
     }
 
-    /// Whether a place is to be kept until the node has answered.
+    /// Whether a turn is to be kept until the node has answered.
     pub(crate) fn is_cautious(&self) -> bool {
         lock(&self.state).cautious
     }
@@ -164,7 +192,7 @@ impl State {
         }
         let mut first_of = BTreeMap::new();
         for (ticket, waiter) in &self.waiting {
-            if !self.at_limit.contains(&waiter.project) {
+            if !waiter.making && !self.at_limit.contains(&waiter.project) {
                 first_of.entry(&waiter.project).or_insert(*ticket);
             }
         }
@@ -191,25 +219,34 @@ impl Place {
         self.turn.notified().await;
     }
 
-    /// It has tried in vain: because of the node, or of its own project.
+    /// It has tried in vain: because of the node, or of its own project. It stays where it stands.
     pub(crate) fn refused(&self, by_node: bool) {
         let mut state = self.state();
         let Some(waiter) = state.waiting.get_mut(&self.ticket) else {
             return;
         };
+        waiter.making = false;
         waiter.for_node = by_node;
-        let project = waiter.project.clone();
         if by_node {
             state.node_full = true;
         } else {
+            let project = waiter.project.clone();
+            // None of that project waits for the node now, so none of them holds others up.
+            for other in state.waiting.values_mut() {
+                other.for_node &= other.project != project;
+            }
             state.at_limit.insert(project);
         }
         self.pass_on(state);
     }
 
-    /// By which it may come back to the same place.
-    pub(crate) fn ticket(&self) -> u64 {
-        self.ticket
+    /// Room is reserved for it, and its machine is being made: the next one may try.
+    pub(crate) fn making(&self) {
+        let mut state = self.state();
+        if let Some(waiter) = state.waiting.get_mut(&self.ticket) {
+            waiter.making = true;
+        }
+        self.pass_on(state);
     }
 
     fn pass_on(&self, mut state: MutexGuard<'_, State>) {
@@ -227,136 +264,29 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.state();
-        state.waiting.remove(&self.ticket);
+        if let Some(waiter) = state.waiting.remove(&self.ticket) {
+            state.bytes = state.bytes.saturating_sub(waiter.bytes);
+        }
         self.pass_on(state);
+    }
+}
+
+impl Hold {
+    /// Room has come before it was over: a round is under way already.
+    pub(crate) fn spent(mut self) {
+        self.spent = true;
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.0.freed();
+        let mut state = lock(&self.queue.state);
+        state.holds = state.holds.saturating_sub(1);
+        if state.holds == 0 && !self.spent {
+            state.begin_round();
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use futures_util::FutureExt as _;
-
-    use super::*;
-
-    fn has_turn(place: &Place) -> bool {
-        place.turn().now_or_never().is_some()
-    }
-
-    fn projects() -> (ProjectId, ProjectId) {
-        let mut both = [ProjectId::random(), ProjectId::random()];
-        both.sort();
-        let [a, b] = both;
-        (a, b)
-    }
-
-    #[test]
-    fn those_of_one_project_are_served_in_the_order_of_their_arrival() {
-        let queue = Queue::default();
-        let (project, _) = projects();
-        let places: Vec<_> = (0..3)
-            .map(|_| queue.join(&project, true, None).expect("room"))
-            .collect();
-        assert!(has_turn(&places[0]), "it may try at once, lest room was missed");
-        places[0].refused(true);
-        assert!(!places.iter().any(has_turn), "the node is full");
-        let mut places = places.into_iter();
-        for _ in 0..3 {
-            queue.freed();
-            let first = places.next().expect("one is left");
-            assert!(has_turn(&first));
-            assert!(
-                places.as_slice().first().is_none_or(|next| !has_turn(next)),
-                "one at a time"
-            );
-            drop(first);
-            // The next one tries whether there is more.
-            if let Some(next) = places.as_slice().first() {
-                assert!(has_turn(next));
-                next.refused(true);
-            }
-        }
-        assert!(!queue.must_wait(&project));
-    }
-
-    #[test]
-    fn projects_take_turns_and_one_at_its_limit_holds_nobody_up() {
-        let queue = Queue::default();
-        let (a, b) = projects();
-        let first = queue.join(&a, true, None).expect("room");
-        assert!(has_turn(&first));
-        first.refused(true);
-        let second = queue.join(&a, true, None).expect("room");
-        assert!(has_turn(&first));
-        first.refused(true);
-        let other = queue.join(&b, true, None).expect("room");
-        assert!(has_turn(&other), "its project is next");
-        other.refused(true);
-        queue.freed();
-        assert!(has_turn(&first));
-        first.refused(false);
-        assert!(has_turn(&other), "the first project is at its own limit");
-        drop(other);
-        assert!(!has_turn(&first) && !has_turn(&second));
-        queue.freed();
-        assert!(has_turn(&first));
-    }
-
-    #[test]
-    fn who_leaves_passes_the_turn_on() {
-        let queue = Queue::default();
-        let (project, _) = projects();
-        let first = queue.join(&project, true, None).expect("room");
-        let second = queue.join(&project, true, None).expect("room");
-        assert!(has_turn(&first));
-        drop(first);
-        assert!(has_turn(&second));
-        drop(second);
-        assert_eq!(queue.len(), 0);
-    }
-
-    #[test]
-    fn room_that_comes_during_a_try_is_not_missed() {
-        let queue = Queue::default();
-        let (project, _) = projects();
-        let place = queue.join(&project, true, None).expect("room");
-        assert!(has_turn(&place));
-        queue.freed();
-        place.refused(true);
-        assert!(has_turn(&place), "it tries again");
-    }
-
-    #[test]
-    fn who_was_refused_by_the_node_itself_comes_back_to_its_place() {
-        let queue = Queue::default();
-        let (project, _) = projects();
-        let first = queue.join(&project, true, None).expect("room");
-        let second = queue.join(&project, true, None).expect("room");
-        assert!(has_turn(&first));
-        let ticket = first.ticket();
-        let hold = queue.hold();
-        drop(first);
-        assert!(!has_turn(&second), "held");
-        let first = queue.join(&project, true, Some(ticket)).expect("room");
-        assert!(has_turn(&first) && !has_turn(&second));
-        drop(hold);
-    }
-
-    #[test]
-    fn only_so_many_may_wait() {
-        let queue = Queue::default();
-        let (project, _) = projects();
-        let places: Vec<_> = (0..MAX_WAITING)
-            .map(|_| queue.join(&project, true, None))
-            .collect();
-        assert!(places.iter().all(Result::is_ok));
-        assert!(queue.join(&project, true, None).is_err());
-        drop(places);
-        assert!(queue.join(&project, true, None).is_ok());
-    }
-}
+mod tests;

@@ -26,11 +26,14 @@ use tokio::sync::watch;
 
 pub use error::StoreError;
 pub use model::{
-    Bootstrap, Claim, Cursor, Edit, End, Event, EventsOf, IDEMPOTENCY_LIFETIME, ListFilter, Listed,
-    NewSandbox, NodeCapacity, Principal, Prior, Project, Quota, Ready, Reservation, Room, SandboxRow,
+    Bootstrap, Claim, Cursor, Edit, Edited, End, Event, EventsOf, Fit, IDEMPOTENCY_LIFETIME, ListFilter,
+    Listed, NewSandbox, NodeCapacity, Principal, Prior, Project, Quota, Ready, Reservation, Room, SandboxRow,
     SortOrder,
 };
 pub use sqlite::SqliteStore;
+
+/// Most creates that failed of which a record is kept.
+pub const MAX_FAILED: u32 = 1000;
 
 /// The seam. Each call is one transaction. What it has written survives the end of the process; it survives the loss of
 /// power once a later [`Store::flush`] has answered.
@@ -74,6 +77,9 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// node that was never registered has no bounds.
     async fn reserve(&self, sandbox: &NewSandbox, claim: Option<&Claim>) -> Result<Reservation, StoreError>;
 
+    /// What a create with this idempotency key was answered before, if it was used; reserves nothing.
+    async fn prior(&self, project: &ProjectId, claim: &Claim) -> Result<Option<Prior>, StoreError>;
+
     /// Makes everything written so far survive a loss of power. Concurrent calls share one disk write.
     async fn flush(&self) -> Result<(), StoreError>;
 
@@ -90,13 +96,14 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         why: &str,
     ) -> Result<bool, StoreError>;
 
-    /// Changes what is written on a sandbox, live or ended; `None` if there is no such sandbox in the project.
+    /// Changes what is written on a sandbox, live or ended, if it is `fit` with all changes of others too.
     async fn edit(
         &self,
         project: &ProjectId,
         id: &SandboxId,
         edit: &Edit,
-    ) -> Result<Option<SandboxRow>, StoreError>;
+        fit: Fit<'_>,
+    ) -> Result<Edited, StoreError>;
 
     /// Records an end; `false` if it had ended before or there is no such life. `release_claim` frees the idempotency key of
     /// a create that was undone, so that the client may try again.
@@ -130,8 +137,12 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Settles claims that an earlier run of the platform left open: `done` where the sandbox runs, `unknown` elsewhere.
     async fn settle_claims(&self) -> Result<u64, StoreError>;
 
-    /// Forgets sandboxes that ended before `ended_before`, with their events, and claims that have expired.
-    async fn prune(&self, ended_before: Timestamp) -> Result<u64, StoreError>;
+    /// When the store was begun, which is before anything that it could know of; `None` if that is still to come.
+    async fn begun(&self) -> Result<Option<Timestamp>, StoreError>;
+
+    /// Forgets sandboxes that ended before `ended_before`, with their events, and claims that have expired. Creates that failed
+    /// are forgotten if they did so before `failed_before`, and but for the last [`MAX_FAILED`] of them.
+    async fn prune(&self, ended_before: Timestamp, failed_before: Timestamp) -> Result<u64, StoreError>;
 
     /// Upkeep that would otherwise fall to some write: called now and then, beside everything else.
     async fn maintain(&self) -> Result<(), StoreError>;

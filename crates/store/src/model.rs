@@ -285,6 +285,20 @@ pub struct Edit {
     pub labels: BTreeMap<String, Option<String>>,
 }
 
+/// Whether a sandbox may be as it would become by an edit.
+pub type Fit<'a> = &'a (dyn Fn(&NewSandbox) -> bool + Send + Sync);
+
+/// The outcome of [`Store::edit`](crate::Store::edit).
+#[derive(Debug, Clone, PartialEq)]
+pub enum Edited {
+    /// Written; as it is now.
+    Done(Box<SandboxRow>),
+    /// Nothing written: as it would have become.
+    Unfit(Box<SandboxRow>),
+    /// Nothing written: there is no such sandbox in the project.
+    NotFound,
+}
+
 /// Something that happened to a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {

@@ -11,6 +11,7 @@ mod bootstrap;
 mod claims;
 mod events;
 mod lists;
+mod prune;
 mod rows;
 mod sandboxes;
 
@@ -37,8 +38,8 @@ use sqlx::{
 use tokio::sync::{Mutex, watch};
 
 use crate::{
-    Bootstrap, Claim, Edit, End, Event, EventsOf, ListFilter, Listed, NewSandbox, NodeCapacity, Principal,
-    Project, Ready, Reservation, SandboxRow, Store, StoreError, error::Context as _,
+    Bootstrap, Claim, Edit, Edited, End, Event, EventsOf, Fit, ListFilter, Listed, NewSandbox, NodeCapacity,
+    Principal, Prior, Project, Ready, Reservation, SandboxRow, Store, StoreError, error::Context as _,
 };
 
 /// Connections for reading.
@@ -146,7 +147,7 @@ impl SqliteStore {
             .map_err(std::io::Error::other)?
     }
 
-    /// Tells those who follow events that there is another one.
+    /// Tells that there is something new: an event to those who follow them, and something to write through.
     fn tell(&self, changed: bool) {
         if changed {
             self.changes.send_modify(|count| *count += 1);
@@ -284,6 +285,12 @@ impl Store for SqliteStore {
         Err(StoreError::Unsettled)
     }
 
+    async fn prior(&self, project: &ProjectId, claim: &Claim) -> Result<Option<Prior>, StoreError> {
+        let what = "look up an idempotency key";
+        let mut connection = self.readers.acquire().await.while_asked_to(what)?;
+        claims::prior(&mut connection, project, claim).await
+    }
+
     async fn flush(&self) -> Result<(), StoreError> {
         let ticket = self.flushes_asked.fetch_add(1, Ordering::SeqCst) + 1;
         let mut served = self.flushes_served.lock().await;
@@ -322,11 +329,14 @@ impl Store for SqliteStore {
         project: &ProjectId,
         id: &SandboxId,
         edit: &Edit,
-    ) -> Result<Option<SandboxRow>, StoreError> {
+        fit: Fit<'_>,
+    ) -> Result<Edited, StoreError> {
         let what = "change what is written on a sandbox";
         let mut transaction = self.begin(what).await?;
-        let edited = sandboxes::edit(&mut transaction, project, id, edit).await?;
+        let edited = sandboxes::edit(&mut transaction, project, id, edit, fit).await?;
         transaction.commit().await.while_asked_to(what)?;
+        // No event, but something to be written through.
+        self.tell(matches!(edited, Edited::Done(_)));
         Ok(edited)
     }
 
@@ -390,9 +400,13 @@ impl Store for SqliteStore {
         claims::settle(&self.writer).await
     }
 
-    async fn prune(&self, ended_before: Timestamp) -> Result<u64, StoreError> {
+    async fn begun(&self) -> Result<Option<Timestamp>, StoreError> {
+        bootstrap::begun(&self.readers).await
+    }
+
+    async fn prune(&self, ended_before: Timestamp, failed_before: Timestamp) -> Result<u64, StoreError> {
         let mut transaction = self.begin("forget old sandboxes").await?;
-        let pruned = sandboxes::prune(&mut transaction, ended_before).await?;
+        let pruned = prune::prune(&mut transaction, ended_before, failed_before).await?;
         claims::expire(&mut transaction, Timestamp::now()).await?;
         transaction
             .commit()

@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     app::App,
+    callers::Standing,
     error::{ApiError, chain},
 };
 
@@ -50,7 +51,9 @@ pub(super) async fn of_sandbox(
 }
 
 /// What happened to the project's sandboxes, oldest first. With `follow` a stream of server-sent events that does not end: each has the
-/// event's id, kind and JSON, and `Last-Event-ID` takes it up where it broke off; without that or `after` it begins now.
+/// event's id, kind and JSON, and `Last-Event-ID` takes it up where it broke off; without that or `after` it begins now. The answer's
+/// own `Last-Event-ID` says after which event it begins, for who has to take it up before there was one. It ends when the key is
+/// revoked.
 #[utoipa::path(get, path = "/v1/events", tag = "platform",
     params(
         ("follow" = Option<bool>, Query),
@@ -65,7 +68,7 @@ pub(super) async fn of_project(
     query: Query,
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
-    let project = caller.0.project.id;
+    let project = caller.0.project.id.clone();
     if !query.flag("follow") {
         return page(&app, EventsOf::Project(&project), &query).await;
     }
@@ -79,6 +82,7 @@ pub(super) async fn of_project(
         Some(after) => after,
         None => app.store.last_event().await?,
     };
+    let standing = app.callers.standing(&caller.0);
     let follower = Follower {
         app,
         project,
@@ -87,9 +91,12 @@ pub(super) async fn of_project(
         ready: VecDeque::new(),
         _permit: permit,
     };
-    Ok(Sse::new(follower.stream())
-        .keep_alive(KeepAlive::new().interval(KEEP_ALIVE))
-        .into_response())
+    let stream = Sse::new(follower.stream(standing)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE));
+    let mut response = stream.into_response();
+    response
+        .headers_mut()
+        .insert("last-event-id", HeaderValue::from(after));
+    Ok(response)
 }
 
 async fn page(app: &App, of: EventsOf<'_>, query: &Query) -> Result<Response, ApiError> {
@@ -139,16 +146,21 @@ struct Follower {
 }
 
 impl Follower {
-    fn stream(self) -> impl Stream<Item = Result<Message, Infallible>> {
-        stream::unfold(self, |mut follower| async move {
-            let event = follower.next().await?;
+    fn stream(self, standing: Standing) -> impl Stream<Item = Result<Message, Infallible>> {
+        stream::unfold((self, standing), |(mut follower, mut standing)| async move {
+            let store = follower.app.store.clone();
+            let event = tokio::select! {
+                biased;
+                () = standing.lost(store.as_ref()) => None,
+                event = follower.next() => event,
+            }?;
             follower.after = event.id;
             let message = Message::default()
                 .id(event.id.to_string())
                 .event(event.kind.clone());
             let data: SandboxEvent = views::event(event);
             let text = serde_json::to_string(&data).unwrap_or_default();
-            Some((Ok(message.data(text)), follower))
+            Some((Ok(message.data(text)), (follower, standing)))
         })
     }
 

@@ -29,20 +29,12 @@ impl FromRequestParts<App> for Caller {
                 "send it as X-API-KEY, or set E2B_API_KEY for E2B's SDKs; `space up` prints the first one",
             ));
         };
-        let refused = || {
-            ApiError::new(
-                StatusCode::UNAUTHORIZED,
-                ErrorCode::InvalidApiKey,
-                "the API key is unknown or revoked",
-            )
-            .hint("use a key of this installation; `space up` prints the first one")
-        };
-        let key: ApiKey = text.parse().map_err(|_| refused())?;
+        let key: ApiKey = text.parse().map_err(|_| ApiError::invalid_key())?;
         let principal = app
             .callers
             .find(app.store.as_ref(), &key)
             .await?
-            .ok_or_else(refused)?;
+            .ok_or_else(ApiError::invalid_key)?;
         Ok(Self(principal))
     }
 }

@@ -19,6 +19,7 @@ use super::{
 use crate::{
     app::App,
     create::{after, check::timeout_within},
+    deadlines::{self, NotMoved},
     error::ApiError,
     transitions::{self, is_asleep},
 };
@@ -85,8 +86,10 @@ pub(super) async fn set_timeout(
 ) -> Result<StatusCode, ApiError> {
     timeout_within(body.timeout, &caller.0.project)?;
     caller.live(&app, &id).await?;
-    move_deadline(&app, &id, after(Timestamp::now(), body.timeout)).await?;
-    Ok(StatusCode::NO_CONTENT)
+    match deadlines::set(&app, &id, after(Timestamp::now(), body.timeout)).await {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(error) => Err(not_moved(&app, error).await),
+    }
 }
 
 /// Keeps a sandbox alive for at least `duration` seconds from now.
@@ -169,26 +172,17 @@ pub(super) async fn wake_up(app: &App, id: &SandboxId) -> Result<bool, ApiError>
 /// Never shortens; the deadline it has then.
 pub(super) async fn extend(app: &App, row: &SandboxRow, seconds: u64) -> Result<Timestamp, ApiError> {
     let wanted = after(Timestamp::now(), seconds);
-    let id = &row.sandbox.id;
-    // The node is asked, because the row may be older than a change that is under way.
-    let status = match app.node.status(id).await {
-        Ok(status) => status,
-        Err(error) => return Err(settled(app, error).await),
-    };
-    if wanted > status.deadline {
-        move_deadline(app, id, wanted).await?;
-        return Ok(wanted);
+    match deadlines::at_least(app, &row.sandbox.id, wanted).await {
+        Ok(deadline) => Ok(deadline),
+        Err(error) => Err(not_moved(app, error).await),
     }
-    Ok(status.deadline)
 }
 
-/// The node first: it is the one that keeps the deadline.
-async fn move_deadline(app: &App, id: &SandboxId, deadline: Timestamp) -> Result<(), ApiError> {
-    if let Err(error) = app.node.set_deadline(id, deadline).await {
-        return Err(settled(app, error).await);
+async fn not_moved(app: &App, error: NotMoved) -> ApiError {
+    match error {
+        NotMoved::Node(error) => settled(app, error).await,
+        NotMoved::Store(error) => error.into(),
     }
-    app.store.set_deadline(id, deadline).await?;
-    Ok(())
 }
 
 /// The answer to a node's refusal; an end that comes with it is recorded.

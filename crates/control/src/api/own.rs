@@ -1,7 +1,5 @@
 //! Our own API under `/v1/`: what E2B's has no place for.
 
-use std::collections::BTreeMap;
-
 use axum::{Json, extract::State, response::Response};
 use http::StatusCode;
 use space_api::{
@@ -11,7 +9,7 @@ use space_api::{
     rest::{NodeRecord, PoolRecord, ProjectRecord, SandboxEdit, SandboxRecord},
 };
 use space_node::PoolStatus;
-use space_store::{Edit, SandboxRow};
+use space_store::{Edit, Edited, NewSandbox, SandboxRow};
 
 use super::{
     extract::{Caller, JsonBody, PathId, Query},
@@ -48,45 +46,39 @@ pub(super) async fn edit(
     PathId(id): PathId,
     JsonBody(body): JsonBody<SandboxEdit>,
 ) -> Result<Json<SandboxRecord>, ApiError> {
-    let before = of_caller(&app, &caller, &id).await?.sandbox;
-    check::metadata(&merged(before.metadata, &body.metadata))?;
-    check::labels(&merged(before.labels, &body.labels))?;
     let edit = Edit {
         metadata: body.metadata,
         labels: body.labels,
     };
-    let row = app
+    // Looked at as it would be, together with what others have changed meanwhile.
+    let fits = |new: &NewSandbox| check::metadata(&new.metadata).and_then(|()| check::labels(&new.labels));
+    let edited = app
         .store
-        .edit(&caller.0.project.id, &id, &edit)
-        .await?
-        .ok_or_else(|| ApiError::sandbox_not_found(&id))?;
+        .edit(&caller.0.project.id, &id, &edit, &|new| fits(new).is_ok())
+        .await?;
+    let row = match edited {
+        Edited::Done(row) => *row,
+        Edited::Unfit(row) => return Err(fits(&row.sandbox).err().unwrap_or_else(unfit)),
+        Edited::NotFound => return Err(not_there(ApiError::sandbox_not_found(&id))),
+    };
     let status = app.node.status(&id).await.ok();
     Ok(Json(views::record(row, status)))
 }
 
-fn merged(
-    mut map: BTreeMap<String, String>,
-    changes: &BTreeMap<String, Option<String>>,
-) -> BTreeMap<String, String> {
-    for (key, value) in changes {
-        match value {
-            Some(value) => map.insert(key.clone(), value.clone()),
-            None => map.remove(key),
-        };
-    }
-    map
+fn unfit() -> ApiError {
+    ApiError::bad_request("metadata or labels cannot be like that")
 }
 
 async fn of_caller(app: &App, caller: &Caller, id: &SandboxId) -> Result<SandboxRow, ApiError> {
-    caller
-        .any(app, id)
-        .await
-        .map_err(|error| match error.body.error_code {
-            Some(ErrorCode::SandboxNotFound) => {
-                error.hint("GET /v1/sandboxes lists those there are and were")
-            }
-            _ => error,
-        })
+    caller.any(app, id).await.map_err(not_there)
+}
+
+/// Here ended ones are found too, so what is not found never was.
+fn not_there(error: ApiError) -> ApiError {
+    match error.body.error_code {
+        Some(ErrorCode::SandboxNotFound) => error.hint("GET /v1/sandboxes lists those there are and were"),
+        _ => error,
+    }
 }
 
 /// Lists sandboxes by page, newest first unless asked otherwise, ended ones among them.

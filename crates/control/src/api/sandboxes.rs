@@ -134,7 +134,7 @@ async fn make(
             .ok_or_else(|| ApiError::bad_request("X-Queue-Timeout must be a number of seconds"))?;
         body.queue = Some(QueueRequest { timeout_seconds });
     }
-    create::create(app, &caller.0.project, version, body, key).await
+    create::create(app, &caller.0, version, body, key).await
 }
 
 fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {

@@ -2,37 +2,38 @@
 
 use std::time::Duration;
 
-use space_api::{id::ProjectId, rest::QueueRequest};
-use space_store::{Quota, Room};
+use space_api::{e2b::NewSandbox, rest::QueueRequest};
+use space_store::{Principal, Quota, Room};
 use tokio::time::Instant;
 
 use crate::{
     app::App,
+    callers::Standing,
     error::ApiError,
-    queue::{Hold, Place},
+    queue::{Ahead, Hold, Place},
 };
 
 /// How long at least and at most nobody tries after the node itself had no room: the store thought it had, so that only the
 /// node knows when.
 const NODE_RETRY: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(1);
+/// What one text takes in memory beside its bytes, about.
+const TEXT: usize = 64;
 
 /// There was no room.
 #[derive(Debug)]
 pub(super) struct NoRoom {
     error: ApiError,
+    /// From where it was tried, if it was in the queue.
+    place: Option<Place>,
     by: By,
 }
 
 #[derive(Debug)]
 enum By {
-    /// The store's count: of the node or of the project. The place it was tried from, if it was in the queue.
-    Count { node: bool, place: Option<Place> },
+    /// The store's count: of the node or of the project.
+    Count { node: bool },
     /// The node's own measure.
-    Node {
-        after: Duration,
-        ticket: Option<u64>,
-        hold: Hold,
-    },
+    Node { after: Duration, hold: Hold },
 }
 
 impl NoRoom {
@@ -43,8 +44,9 @@ impl NoRoom {
             Quota::Memory => "MiB of memory in use",
         };
         Self {
-            error: ApiError::quota(what, limit),
-            by: By::Count { node: false, place },
+            error: ApiError::quota(format!("the project has reached its limit of {limit} {what}")),
+            place,
+            by: By::Count { node: false },
         }
     }
 
@@ -55,14 +57,16 @@ impl NoRoom {
         };
         Self {
             error: ApiError::no_room(format!("the node has no room for another sandbox: {what}"), None),
-            by: By::Count { node: true, place },
+            place,
+            by: By::Count { node: true },
         }
     }
 
-    pub(super) fn by_node(error: ApiError, after: Duration, ticket: Option<u64>, hold: Hold) -> Self {
+    pub(super) fn by_node(error: ApiError, after: Duration, place: Option<Place>, hold: Hold) -> Self {
         Self {
             error,
-            by: By::Node { after, ticket, hold },
+            place,
+            by: By::Node { after, hold },
         }
     }
 }
@@ -70,34 +74,53 @@ impl NoRoom {
 /// The waiting of one create.
 pub(super) struct Waiting<'a> {
     app: &'a App,
-    project: &'a ProjectId,
+    principal: &'a Principal,
+    /// Ends the waiting if the key is revoked meanwhile.
+    standing: Standing,
     until: Option<Instant>,
+    /// What it keeps in memory.
+    bytes: usize,
     /// Why it was refused last.
     refusal: Option<ApiError>,
+    /// Its node's own refusal and when that is to be asked again.
+    held: Option<(Hold, Instant)>,
 }
 
 impl<'a> Waiting<'a> {
-    pub(super) fn new(app: &'a App, project: &'a ProjectId, asked: Option<QueueRequest>) -> Self {
+    pub(super) fn new(
+        app: &'a App,
+        principal: &'a Principal,
+        asked: Option<QueueRequest>,
+        bytes: usize,
+    ) -> Self {
         let until =
             asked.and_then(|asked| Instant::now().checked_add(Duration::from_secs(asked.timeout_seconds)));
         Self {
             app,
-            project,
+            principal,
+            standing: app.callers.standing(principal),
             until,
+            bytes,
             refusal: None,
+            held: None,
         }
     }
 
     /// A place at the end if others wait already, past whom it must not go.
-    pub(super) fn before_the_first_try(&mut self) -> Result<Option<Place>, ApiError> {
-        if !self.app.queue.must_wait(self.project) {
+    pub(super) fn before_the_first_try(&mut self, ahead: Option<Ahead>) -> Result<Option<Place>, ApiError> {
+        let Some(ahead) = ahead else {
             return Ok(None);
-        }
-        self.refusal = Some(ApiError::no_room(
-            "the node has no room for another sandbox: others wait for it already".to_owned(),
-            None,
-        ));
-        self.join(true, None).map(Some)
+        };
+        self.refusal = Some(match ahead {
+            Ahead::Node => ApiError::no_room(
+                "the node has no room for another sandbox: others wait for it already".to_owned(),
+                None,
+            ),
+            Ahead::Project => {
+                ApiError::quota("the project is at its own limit, and others wait there already".to_owned())
+            }
+        });
+        self.join(ahead == Ahead::Node).map(Some)
     }
 
     /// Waits for its turn.
@@ -105,49 +128,57 @@ impl<'a> Waiting<'a> {
         let Some(until) = self.until else {
             return Ok(());
         };
-        tokio::select! {
-            () = place.turn() => Ok(()),
-            () = tokio::time::sleep_until(until) => Err(self.refused()),
-            () = self.app.closing.cancelled() => Err(ApiError::shutting_down()),
+        loop {
+            let again = self.held.as_ref().map(|(_, at)| *at);
+            tokio::select! {
+                () = place.turn() => {
+                    if let Some((hold, _)) = self.held.take() {
+                        hold.spent();
+                    }
+                    return Ok(());
+                }
+                () = self.standing.lost(self.app.store.as_ref()) => return Err(ApiError::invalid_key()),
+                () = self.app.closing.cancelled() => return Err(ApiError::shutting_down()),
+                () = tokio::time::sleep_until(until) => return Err(self.refused()),
+                // Dropped, it lets the first in order ask the node again.
+                () = tokio::time::sleep_until(again.unwrap_or(until)), if again.is_some() => self.held = None,
+            }
         }
     }
 
     /// A place to wait at after a refusal, or the refusal if it does not wait.
-    pub(super) async fn after(&mut self, refusal: NoRoom) -> Result<Place, ApiError> {
-        self.refusal = Some(refusal.error);
-        match refusal.by {
-            By::Count {
-                node,
-                place: Some(place),
-            } => {
-                place.refused(node);
-                Ok(place)
-            }
-            By::Count { node, place: None } => self.join(node, None),
-            By::Node { after, ticket, hold } => {
-                let Some(until) = self.until else {
-                    return Err(self.refused());
-                };
-                let after = after.clamp(*NODE_RETRY.start(), *NODE_RETRY.end());
-                let again = Instant::now() + after;
-                if again >= until {
+    pub(super) fn after(&mut self, refusal: NoRoom) -> Result<Place, ApiError> {
+        let NoRoom { error, place, by } = refusal;
+        self.refusal = Some(error);
+        let by_node = !matches!(by, By::Count { node: false });
+        let held = match by {
+            By::Count { .. } => None,
+            By::Node { after, hold } => {
+                let again = Instant::now() + after.clamp(*NODE_RETRY.start(), *NODE_RETRY.end());
+                if self.until.is_none_or(|until| again >= until) {
                     return Err(self.refused());
                 }
-                tokio::time::sleep_until(again).await;
-                let place = self.join(true, ticket);
-                drop(hold);
+                Some((hold, again))
+            }
+        };
+        let place = match place {
+            Some(place) => {
+                place.refused(by_node);
                 place
             }
-        }
+            None => self.join(by_node)?,
+        };
+        self.held = held;
+        Ok(place)
     }
 
-    fn join(&mut self, for_node: bool, ticket: Option<u64>) -> Result<Place, ApiError> {
+    fn join(&mut self, for_node: bool) -> Result<Place, ApiError> {
         if self.until.is_none() {
             return Err(self.refused());
         }
         self.app
             .queue
-            .join(self.project, for_node, ticket)
+            .join(&self.principal.project.id, for_node, self.bytes)
             .map_err(|_| self.refused())
     }
 
@@ -156,4 +187,16 @@ impl<'a> Waiting<'a> {
             .take()
             .unwrap_or_else(|| ApiError::no_room("there is no room for another sandbox".to_owned(), None))
     }
+}
+
+/// About how many bytes of memory a request keeps while it waits.
+pub(super) fn weight(body: &NewSandbox) -> usize {
+    let maps = [&body.env_vars, &body.metadata, &body.labels];
+    let texts = maps
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|(name, value)| name.len() + value.len() + 2 * TEXT);
+    // A create has a handful of tasks and buffers of its own.
+    texts.sum::<usize>() + body.template_id.len() + 16 * TEXT
 }

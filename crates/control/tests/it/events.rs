@@ -97,6 +97,12 @@ async fn a_stream_begins_now_and_is_taken_up_after_the_last_event() {
     let platform = Platform::start().await;
     platform.create().await;
     let mut stream = follow(&platform, None).await;
+    let begins: u64 = stream.headers()["last-event-id"]
+        .to_str()
+        .expect("text")
+        .parse()
+        .expect("number");
+    assert_eq!(begins, 2, "for who has to take it up before the first event");
     let sandbox = platform.create().await;
     let first = read(&mut stream, 2).await;
     assert_eq!(
@@ -172,4 +178,30 @@ async fn streams_show_only_the_own_project_and_are_bounded() {
         (status, body["error_code"].as_str()),
         (429, Some("too_many_requests"))
     );
+}
+
+#[tokio::test]
+async fn a_stream_ends_with_the_key_it_was_opened_with() {
+    let platform = Platform::start().await;
+    let made: Value = platform
+        .post("/v1/keys", &json!({"name": "ci"}))
+        .await
+        .json()
+        .await
+        .expect("json");
+    let mut stream = platform
+        .client
+        .get(format!("{}/v1/events?follow", platform.url))
+        .header("x-api-key", made["key"].as_str().expect("secret"))
+        .send()
+        .await
+        .expect("answers");
+    let mut other = follow(&platform, None).await;
+    platform.create().await;
+    assert_eq!(read(&mut stream, 2).await.len(), 2);
+    let id = made["id"].as_str().expect("id");
+    assert_eq!(platform.delete(&format!("/v1/keys/{id}")).await.status(), 204);
+    let ended = tokio::time::timeout(Duration::from_secs(5), stream.chunk()).await;
+    assert_eq!(ended.expect("at once").expect("in order"), None);
+    assert_eq!(read(&mut other, 2).await.len(), 2, "others go on");
 }

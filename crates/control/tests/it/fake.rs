@@ -1,8 +1,9 @@
 //! A node without machines: each sandbox is an HTTP/2 server over a pipe in memory, as the daemon's data channel is, and its
 //! tunnels lead to TCP listeners of the test.
 //!
-//! The template's name chooses how a create goes: `base` works, `full`, `broken`, `unusable` fail as they say, `gated` waits
-//! for [`FakeNode::gate`].
+//! The template's name chooses how a create goes: `base` works, and so does `tagged:v2`, which has no tag `latest`; `full`,
+//! `broken`, `unusable` fail as they say, `leaving` and `stopping` as a node that is being stopped does it; `gated` waits for
+//! [`FakeNode::gate`].
 
 use std::{
     collections::HashMap,
@@ -11,7 +12,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -50,6 +51,13 @@ pub(crate) struct FakeNode {
     events: broadcast::Sender<SandboxEvent>,
     capacity: Mutex<usize>,
     pub(crate) creates: Mutex<Vec<CreateSandbox>>,
+    templates: Mutex<Vec<TemplateInfo>>,
+    /// By which names templates were removed.
+    pub(crate) removed: Mutex<Vec<String>>,
+    /// Whether it cannot say how any sandbox is.
+    pub(crate) mute: AtomicBool,
+    /// Deadlines before this take a while to set.
+    pub(crate) slow_before: Mutex<Option<Timestamp>>,
     /// Why sandboxes were woken.
     pub(crate) wakes: Mutex<Vec<WakeReason>>,
     /// How often all were listed, as the controller does when it compares.
@@ -91,6 +99,23 @@ impl FakeNode {
             events: broadcast::channel(64).0,
             capacity: Mutex::new(1000),
             creates: Mutex::default(),
+            templates: Mutex::new(
+                [
+                    "base:latest",
+                    "tagged:v2",
+                    "gated:latest",
+                    "full:latest",
+                    "broken:latest",
+                    "unusable:latest",
+                    "leaving:latest",
+                    "stopping:latest",
+                ]
+                .map(Self::template)
+                .into(),
+            ),
+            removed: Mutex::default(),
+            mute: AtomicBool::default(),
+            slow_before: Mutex::default(),
             wakes: Mutex::default(),
             lists: AtomicUsize::new(0),
             wake_gate: Mutex::default(),
@@ -242,7 +267,7 @@ impl Node for FakeNode {
         let id = request.id.clone();
         self.creates.lock().expect("not poisoned").push(request.clone());
         match request.template.as_str() {
-            "base" | "base:latest" => {}
+            "base" | "base:latest" | "tagged:v2" => {}
             "gated" => self.gate.notified().await,
             "full" => {
                 return Err(NodeError::NoCapacity {
@@ -254,6 +279,20 @@ impl Node for FakeNode {
                 return Err(NodeError::CreateFailed {
                     id,
                     step: "start the monitor: no".into(),
+                });
+            }
+            "stopping" => return Err(NodeError::ShuttingDown),
+            "leaving" => {
+                let end = EndRecord {
+                    id: id.clone(),
+                    generation: request.generation,
+                    cause: EndCause::PlatformShutdown,
+                    ended_at: Timestamp::now(),
+                    cpu_micros: 0,
+                };
+                return Err(NodeError::NotFound {
+                    id,
+                    end: Some(Box::new(end)),
                 });
             }
             "unusable" => {
@@ -304,6 +343,11 @@ impl Node for FakeNode {
     }
 
     async fn status(&self, id: &SandboxId) -> Result<SandboxStatus, NodeError> {
+        if self.mute.load(Ordering::SeqCst) {
+            return Err(NodeError::Internal {
+                what: "nothing is known".into(),
+            });
+        }
         self.status_of(id).ok_or_else(|| self.not_found(id))
     }
 
@@ -318,6 +362,14 @@ impl Node for FakeNode {
     }
 
     async fn set_deadline(&self, id: &SandboxId, deadline: Timestamp) -> Result<(), NodeError> {
+        let slow = self
+            .slow_before
+            .lock()
+            .expect("not poisoned")
+            .is_some_and(|before| deadline < before);
+        if slow {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
         if let Some(live) = self.live.lock().expect("not poisoned").get_mut(id) {
             live.status.deadline = deadline;
         } else {
@@ -447,10 +499,19 @@ impl Node for FakeNode {
     }
 
     async fn templates(&self) -> Result<Vec<TemplateInfo>, NodeError> {
-        Ok(vec![Self::template("base:latest")])
+        Ok(self.templates.lock().expect("not poisoned").clone())
     }
 
-    async fn delete_template(&self, _: &str) -> Result<(), NodeError> {
+    async fn delete_template(&self, name: &str) -> Result<(), NodeError> {
+        self.removed.lock().expect("not poisoned").push(name.to_owned());
+        // As the volume manager understands it.
+        let latest = format!("{name}:latest");
+        let mut templates = self.templates.lock().expect("not poisoned");
+        let before = templates.len();
+        templates.retain(|each| each.name != name && each.name != latest && each.digest != name);
+        if templates.len() == before {
+            return Err(NodeError::TemplateNotFound { name: name.into() });
+        }
         Ok(())
     }
 

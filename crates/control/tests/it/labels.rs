@@ -221,3 +221,21 @@ async fn the_own_list_filters_by_state_and_time_and_pages_while_things_change() 
     seen.extend(ids(&platform, &format!("/v1/sandboxes?limit=100&nextToken={token}")).await);
     assert_eq!(seen, made, "a newer one neither moves nor repeats the others");
 }
+
+#[tokio::test]
+async fn edits_at_the_same_time_do_not_add_up_to_more_than_there_may_be() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    let labels = |from: u32| {
+        let map: serde_json::Map<_, _> = (from..from + 40)
+            .map(|at| (format!("l{at}"), json!("x")))
+            .collect();
+        json!({"labels": map})
+    };
+    let (one, other) = (labels(0), labels(100));
+    let id = sandbox.id.as_str();
+    let (one, other) = futures_util::join!(patch(&platform, id, &one), patch(&platform, id, &other));
+    let mut statuses = [one.status().as_u16(), other.status().as_u16()];
+    statuses.sort_unstable();
+    assert_eq!(statuses, [200, 400]);
+}

@@ -208,3 +208,120 @@ async fn a_client_that_goes_away_leaves_the_queue() {
     assert_eq!(platform.node.live_count(), 0, "nothing is made for who is gone");
     assert_eq!(platform.post("/v2/sandboxes", &plain).await.status(), 201);
 }
+
+#[tokio::test]
+async fn nobody_goes_past_one_whom_the_node_itself_has_refused() {
+    let platform = Platform::start().await;
+    let holder = platform.create().await;
+    // The store believes that there is room.
+    platform.node.set_capacity(1);
+    let queued = json!({"templateID": "base", "queue": {"timeoutSeconds": 60}});
+    let request = platform
+        .request(reqwest::Method::POST, "/v2/sandboxes")
+        .json(&queued);
+    let waiting = tokio::spawn(async move { request.send().await.expect("answers") });
+    let newcomer = async || {
+        let answer = platform
+            .post("/v2/sandboxes", &json!({"templateID": "base"}))
+            .await;
+        assert_eq!(answer.status(), 429);
+        let body: Value = answer.json().await.expect("json");
+        body["message"].as_str().expect("text").contains("others wait")
+    };
+    eventually("it waits", newcomer).await;
+    let began = std::time::Instant::now();
+    while began.elapsed() < std::time::Duration::from_secs(2) {
+        assert!(newcomer().await, "also between its tries");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    platform.delete(&format!("/sandboxes/{}", holder.id)).await;
+    assert_eq!(waiting.await.expect("joins").status(), 201);
+}
+
+#[tokio::test]
+async fn a_project_at_its_own_limit_holds_no_other_up() {
+    use space_api::rest::KeyRole;
+    use space_store::Store as _;
+    let quotas = Quotas {
+        max_sandboxes: 1,
+        ..Quotas::default()
+    };
+    let platform = Platform::start_with(quotas, FakeNode::new(), Limits::default()).await;
+    platform.create().await;
+    let queued = json!({"templateID": "base", "queue": {"timeoutSeconds": 60}});
+    let post = || {
+        platform
+            .request(reqwest::Method::POST, "/v2/sandboxes")
+            .json(&queued)
+            .send()
+    };
+    let waiting = [tokio::spawn(post()), tokio::spawn(post())];
+    eventually("they wait", async || {
+        let answer = platform
+            .post("/v2/sandboxes", &json!({"templateID": "base"}))
+            .await;
+        let body: Value = answer.json().await.expect("json");
+        assert_eq!(body["error_code"], "quota_exceeded");
+        body["message"].as_str().expect("text").contains("others wait")
+    })
+    .await;
+    let other = platform
+        .store
+        .create_project("other", Quotas::default())
+        .await
+        .expect("project");
+    let (_, key) = platform
+        .store
+        .create_key(&other.id, "k", KeyRole::Project)
+        .await
+        .expect("key");
+    let answer = platform
+        .client
+        .post(format!("{}/v2/sandboxes", platform.url))
+        .header("x-api-key", key.expose())
+        .json(&json!({"templateID": "base"}))
+        .send()
+        .await
+        .expect("answers");
+    assert_eq!(answer.status(), 201);
+    for each in waiting {
+        each.abort();
+    }
+}
+
+#[tokio::test]
+async fn a_revoked_key_waits_no_longer() {
+    let quotas = Quotas {
+        max_sandboxes: 1,
+        ..Quotas::default()
+    };
+    let platform = Platform::start_with(quotas, FakeNode::new(), Limits::default()).await;
+    platform.create().await;
+    let made: Value = platform
+        .post("/v1/keys", &json!({"name": "ci"}))
+        .await
+        .json()
+        .await
+        .expect("json");
+    let request = platform
+        .client
+        .post(format!("{}/v2/sandboxes", platform.url))
+        .header("x-api-key", made["key"].as_str().expect("secret"))
+        .json(&json!({"templateID": "base", "queue": {"timeoutSeconds": 60}}));
+    let waiting = tokio::spawn(async move { request.send().await.expect("answers") });
+    eventually("it waits", async || {
+        let answer = platform
+            .post("/v2/sandboxes", &json!({"templateID": "base"}))
+            .await;
+        let body: Value = answer.json().await.expect("json");
+        body["message"].as_str().expect("text").contains("others wait")
+    })
+    .await;
+    let id = made["id"].as_str().expect("id");
+    assert_eq!(platform.delete(&format!("/v1/keys/{id}")).await.status(), 204);
+    let answer = tokio::time::timeout(std::time::Duration::from_secs(10), waiting)
+        .await
+        .expect("at once")
+        .expect("joins");
+    assert_eq!(answer.status(), 401);
+}

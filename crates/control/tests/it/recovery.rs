@@ -241,3 +241,60 @@ async fn what_the_node_has_adopted_lives_on_as_the_node_says() {
     );
     assert_eq!(cause(&second, &running.id).await, "vmm_failed");
 }
+
+#[tokio::test]
+async fn what_is_older_than_a_new_store_is_left_to_its_deadline() {
+    let node = FakeNode::new();
+    let first = Platform::start_with(Quotas::default(), node.clone(), Limits::default()).await;
+    let sandbox = first.create().await;
+    first.server.abort();
+    // Another directory: the store is lost, and the machines are not.
+    let limits = || Limits {
+        reconcile: Duration::from_millis(20),
+        ..Limits::default()
+    };
+    let second = Platform::start_with(Quotas::default(), node.clone(), limits()).await;
+    let compared = async || {
+        let before = node.lists.load(Ordering::SeqCst);
+        eventually("several comparisons go by", async || {
+            node.lists.load(Ordering::SeqCst) >= before + 3
+        })
+        .await;
+    };
+    compared().await;
+    assert!(node.status_of(&sandbox.id).is_some());
+    // The store is no longer new, and knows as little of it.
+    let (directory, key) = (second.directory.clone(), second.owner.key.clone());
+    second.stop().await;
+    let third = Platform::start_in(directory, Quotas::default(), node.clone(), limits(), Some(key)).await;
+    compared().await;
+    assert!(node.status_of(&sandbox.id).is_some());
+    assert_eq!(
+        third.get(&format!("/sandboxes/{}", sandbox.id)).await.status(),
+        404
+    );
+}
+
+#[tokio::test]
+async fn a_node_that_cannot_say_how_a_sandbox_is_ends_none() {
+    let limits = Limits {
+        reconcile: Duration::from_millis(20),
+        ..Limits::default()
+    };
+    let platform = Platform::start_with(Quotas::default(), FakeNode::new(), limits).await;
+    let sandbox = platform.create().await;
+    platform.node.mute.store(true, Ordering::SeqCst);
+    let status = platform.node.status_of(&sandbox.id).expect("is live");
+    platform.node.lose(&sandbox.id);
+    let before = platform.node.lists.load(Ordering::SeqCst);
+    eventually("several comparisons go by", async || {
+        platform.node.lists.load(Ordering::SeqCst) >= before + 3
+    })
+    .await;
+    platform.node.stray(status);
+    platform.node.mute.store(false, Ordering::SeqCst);
+    assert_eq!(
+        platform.get(&format!("/sandboxes/{}", sandbox.id)).await.status(),
+        200
+    );
+}

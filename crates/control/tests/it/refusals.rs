@@ -240,6 +240,9 @@ async fn each_bad_input_has_its_own_answer() {
         .await
         .expect("counts");
     assert_eq!(usage.sandboxes, 0, "a refused create holds no place");
+    let records: Value = platform.get("/v1/sandboxes").await.json().await.expect("json");
+    assert_eq!(records, json!([]), "nor does it leave a record");
+    assert!(platform.node.creates.lock().expect("not poisoned").is_empty());
 }
 
 #[tokio::test]
@@ -249,6 +252,8 @@ async fn the_nodes_refusals_are_typed_and_say_whether_to_retry() {
         ("full", 429, "sandbox_capacity_unavailable", "true"),
         ("broken", 500, "sandbox_create_failed", "true"),
         ("unusable", 503, "sandbox_no_compatible_node", "false"),
+        ("leaving", 503, "shutting_down", "true"),
+        ("stopping", 503, "shutting_down", "true"),
     ] {
         let response = platform
             .post("/v2/sandboxes", &json!({"templateID": template}))
@@ -273,15 +278,25 @@ async fn the_nodes_refusals_are_typed_and_say_whether_to_retry() {
         .expect("json");
     assert_eq!(
         records.as_array().map(Vec::len),
-        Some(3),
+        Some(5),
         "each failure can still be read"
     );
-    assert!(
-        records
-            .as_array()
-            .expect("list")
-            .iter()
-            .all(|r| r["end_cause"]["kind"] == "create_failed")
+    let kinds: Vec<_> = records
+        .as_array()
+        .expect("list")
+        .iter()
+        .map(|r| &r["end_cause"]["kind"])
+        .collect();
+    // Newest first.
+    assert_eq!(
+        kinds,
+        [
+            "create_failed",
+            "platform_shutdown",
+            "create_failed",
+            "create_failed",
+            "create_failed"
+        ]
     );
 }
 

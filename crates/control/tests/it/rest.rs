@@ -372,6 +372,47 @@ async fn templates_are_listed_found_and_removed() {
 }
 
 #[tokio::test]
+async fn a_bare_name_means_the_tag_latest_and_no_other() {
+    let platform = Platform::start().await;
+    for path in ["/templates/tagged", "/templates/aliases/tagged"] {
+        assert_eq!(platform.get(path).await.status(), 404, "{path}");
+    }
+    assert_eq!(platform.get("/templates/tagged:v2").await.status(), 200);
+    let create = async |template: &str| {
+        let body = json!({"templateID": template});
+        platform.post("/v2/sandboxes", &body).await.status().as_u16()
+    };
+    assert_eq!((create("tagged").await, create("tagged:v2").await), (404, 201));
+    assert_eq!(platform.delete("/templates/tagged").await.status(), 404);
+    let digest = crate::fake::FakeNode::template("base").digest;
+    assert_eq!(
+        platform.delete(&format!("/templates/{digest}")).await.status(),
+        204
+    );
+    assert_eq!(
+        *platform.node.removed.lock().expect("not poisoned"),
+        ["tagged".to_owned(), digest],
+        "the node is told what the caller said"
+    );
+}
+
+#[tokio::test]
+async fn who_keeps_a_sandbox_alive_never_shortens_what_another_was_promised() {
+    let platform = Platform::start().await;
+    let sandbox = platform.create().await;
+    let later = Timestamp::now() + jiff::SignedDuration::from_secs(1500);
+    *platform.node.slow_before.lock().expect("not poisoned") = Some(later);
+    let path = format!("/v1/sandboxes/{}/extend", sandbox.id);
+    let extend = async |seconds: u64| {
+        let body = json!({"timeout_seconds": seconds});
+        assert_eq!(platform.post(&path, &body).await.status(), 200);
+    };
+    futures_util::join!(extend(1000), extend(2000), extend(1100), extend(1200));
+    let status = platform.node.status_of(&sandbox.id).expect("is live");
+    assert!(status.deadline > later, "{}", status.deadline);
+}
+
+#[tokio::test]
 async fn a_timeout_of_zero_ends_it_with_its_cause() {
     let platform = Platform::start().await;
     let sandbox = platform.create().await;

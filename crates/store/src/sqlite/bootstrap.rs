@@ -53,6 +53,21 @@ pub(super) async fn ensure_default(
     })
 }
 
+/// The first project is made with the store.
+pub(super) async fn begun(pool: &SqlitePool) -> Result<Option<Timestamp>, StoreError> {
+    let first: Option<i64> = sqlx::query_scalar("SELECT MIN(created_at) FROM projects")
+        .fetch_one(pool)
+        .await
+        .while_asked_to("read when the store was begun")?;
+    first
+        .map(|at| {
+            Timestamp::from_microsecond(at).map_err(|_| StoreError::Corrupt {
+                column: "projects.created_at",
+            })
+        })
+        .transpose()
+}
+
 pub(super) async fn project_by_name(
     connection: &mut SqliteConnection,
     name: &str,

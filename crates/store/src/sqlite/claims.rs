@@ -1,7 +1,7 @@
 //! Idempotency keys of creates: `in_progress`, then `done` or gone; `unknown` if the platform stopped in between.
 
 use jiff::Timestamp;
-use space_api::id::SandboxId;
+use space_api::id::{ProjectId, SandboxId};
 use sqlx::{Row as _, SqliteConnection, SqlitePool};
 
 use super::{
@@ -10,36 +10,45 @@ use super::{
 };
 use crate::{Claim, IDEMPOTENCY_LIFETIME, NewSandbox, Prior, StoreError, error::Context as _};
 
+/// What the key was used for, if it was.
+pub(super) async fn prior(
+    connection: &mut SqliteConnection,
+    project: &ProjectId,
+    claim: &Claim,
+) -> Result<Option<Prior>, StoreError> {
+    let found = sqlx::query(
+        "SELECT request_hash, state, sandbox_id, expires_at FROM idempotency_keys WHERE project_id = $1 AND key = $2",
+    )
+    .bind(project.as_str())
+    .bind(&claim.key)
+    .fetch_optional(&mut *connection)
+    .await
+    .while_asked_to("look up an idempotency key")?;
+    let Some(row) = found.filter(|row| row.get::<i64, _>("expires_at") > micros(claim.now)) else {
+        return Ok(None);
+    };
+    if row.get::<String, _>("request_hash") != claim.request_hash {
+        return Ok(Some(Prior::Mismatch));
+    }
+    Ok(Some(match row.get::<String, _>("state").as_str() {
+        "in_progress" => Prior::InProgress,
+        "done" => {
+            let made: SandboxId = id(&row, "sandbox_id")?;
+            let row = sandboxes::by_id(connection, &made).await?;
+            row.map_or(Prior::Unknown, |row| Prior::Done(Box::new(row)))
+        }
+        _ => Prior::Unknown,
+    }))
+}
+
 /// Takes the key for `sandbox`, or says what it was used for.
 pub(super) async fn take(
     connection: &mut SqliteConnection,
     sandbox: &NewSandbox,
     claim: &Claim,
 ) -> Result<Option<Prior>, StoreError> {
-    let what = "claim an idempotency key";
-    let found = sqlx::query(
-        "SELECT request_hash, state, sandbox_id, expires_at FROM idempotency_keys WHERE project_id = $1 AND key = $2",
-    )
-    .bind(sandbox.project.as_str())
-    .bind(&claim.key)
-    .fetch_optional(&mut *connection)
-    .await
-    .while_asked_to(what)?;
-    if let Some(row) = found
-        && row.get::<i64, _>("expires_at") > micros(claim.now)
-    {
-        if row.get::<String, _>("request_hash") != claim.request_hash {
-            return Ok(Some(Prior::Mismatch));
-        }
-        return match row.get::<String, _>("state").as_str() {
-            "in_progress" => Ok(Some(Prior::InProgress)),
-            "done" => {
-                let made: SandboxId = id(&row, "sandbox_id")?;
-                let row = sandboxes::by_id(connection, &made).await?;
-                Ok(Some(row.map_or(Prior::Unknown, |row| Prior::Done(Box::new(row)))))
-            }
-            _ => Ok(Some(Prior::Unknown)),
-        };
+    if let Some(prior) = prior(connection, &sandbox.project, claim).await? {
+        return Ok(Some(prior));
     }
     let expires_at =
         micros(claim.now).saturating_add(i64::try_from(IDEMPOTENCY_LIFETIME.as_micros()).unwrap_or(i64::MAX));
@@ -56,7 +65,7 @@ pub(super) async fn take(
     .bind(expires_at)
     .execute(connection)
     .await
-    .while_asked_to(what)?;
+    .while_asked_to("claim an idempotency key")?;
     Ok(None)
 }
 

@@ -8,18 +8,24 @@ use sqlx::{QueryBuilder, Sqlite, SqliteConnection};
 use super::rows::{SANDBOX_COLUMNS, micros, sandbox, state_name};
 use crate::{Cursor, ListFilter, Listed, SortOrder, StoreError, error::Context as _};
 
+/// Rows that are read at a time at least where most of them may be left out.
+const READ: u32 = 500;
+
 pub(super) async fn page_of(
     connection: &mut SqliteConnection,
     project: &ProjectId,
     filter: &ListFilter,
 ) -> Result<Listed, StoreError> {
     let limit = filter.limit.clamp(1, ListFilter::MAX_LIMIT);
+    // Few of many may fit, so that a small page would be many reads.
+    let all_fit = filter.metadata.is_empty() && filter.labels.is_empty();
+    let at_a_time = if all_fit { limit + 1 } else { READ.max(limit + 1) };
     let mut rows = Vec::new();
     let mut cursor = filter.cursor.clone();
     // Metadata and labels are compared here, not in SQL, so that both databases agree; pages are read until one is full.
     loop {
-        let page = page(connection, project, filter, cursor.as_ref(), i64::from(limit) + 1).await?;
-        let more = page.len() > usize::try_from(limit).unwrap_or(usize::MAX);
+        let page = page(connection, project, filter, cursor.as_ref(), i64::from(at_a_time)).await?;
+        let more = page.len() >= usize::try_from(at_a_time).unwrap_or(usize::MAX);
         for row in page {
             let row = sandbox(&row)?;
             cursor = Some(Cursor {

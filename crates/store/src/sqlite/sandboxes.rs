@@ -12,8 +12,8 @@ use sqlx::{Row as _, SqliteConnection, SqliteExecutor, SqlitePool};
 
 use super::rows::{SANDBOX_COLUMNS, map_text, micros, number, sandbox, state_name};
 use crate::{
-    Edit, End, NewSandbox, NodeCapacity, Quota, Ready, Reservation, Room, SandboxRow, StoreError,
-    error::Context as _,
+    Edit, Edited, End, Fit, NewSandbox, NodeCapacity, Quota, Ready, Reservation, Room, SandboxRow,
+    StoreError, error::Context as _,
 };
 
 pub(super) async fn usage(
@@ -217,10 +217,11 @@ pub(super) async fn edit(
     project: &ProjectId,
     id: &SandboxId,
     edit: &Edit,
-) -> Result<Option<SandboxRow>, StoreError> {
+    fit: Fit<'_>,
+) -> Result<Edited, StoreError> {
     let found = by_id(connection, id).await?;
     let Some(mut row) = found.filter(|row| row.sandbox.project == *project) else {
-        return Ok(None);
+        return Ok(Edited::NotFound);
     };
     let merge = |map: &mut BTreeMap<String, String>, changes: &BTreeMap<String, Option<String>>| {
         for (key, value) in changes {
@@ -232,6 +233,9 @@ pub(super) async fn edit(
     };
     merge(&mut row.sandbox.metadata, &edit.metadata);
     merge(&mut row.sandbox.labels, &edit.labels);
+    if !fit(&row.sandbox) {
+        return Ok(Edited::Unfit(Box::new(row)));
+    }
     sqlx::query("UPDATE sandboxes SET metadata = $2, labels = $3 WHERE id = $1")
         .bind(id.as_str())
         .bind(map_text(&row.sandbox.metadata))
@@ -239,7 +243,7 @@ pub(super) async fn edit(
         .execute(connection)
         .await
         .while_asked_to("change what is written on a sandbox")?;
-    Ok(Some(row))
+    Ok(Edited::Done(Box::new(row)))
 }
 
 pub(super) async fn end<'c>(
@@ -303,23 +307,4 @@ pub(super) async fn live(pool: &SqlitePool) -> Result<Vec<SandboxRow>, StoreErro
     .iter()
     .map(sandbox)
     .collect()
-}
-
-pub(super) async fn prune(
-    connection: &mut SqliteConnection,
-    ended_before: Timestamp,
-) -> Result<u64, StoreError> {
-    sqlx::query(
-        "DELETE FROM events WHERE sandbox_id IN (SELECT id FROM sandboxes WHERE state = 'ended' AND ended_at < $1)",
-    )
-    .bind(micros(ended_before))
-    .execute(&mut *connection)
-    .await
-    .while_asked_to("forget old events")?;
-    let done = sqlx::query("DELETE FROM sandboxes WHERE state = 'ended' AND ended_at < $1")
-        .bind(micros(ended_before))
-        .execute(connection)
-        .await
-        .while_asked_to("forget old sandboxes")?;
-    Ok(done.rows_affected())
 }

@@ -1,5 +1,6 @@
 //! Projects and API keys.
 
+use jiff::Timestamp;
 use space_api::{
     id::KeyId,
     key::ApiKey,
@@ -68,4 +69,18 @@ async fn a_key_of_an_earlier_installation_is_taken_into_a_new_store() {
         .expect("bootstrap");
     assert!(!outcome.key_is_new);
     assert!(store.authenticate(&key).await.expect("reads").is_some());
+}
+
+#[tokio::test]
+async fn a_store_knows_when_it_was_begun() {
+    let (store, _directory) = store().await;
+    assert_eq!(store.begun().await.expect("reads"), None);
+    let before = Timestamp::now();
+    let first = || store.ensure_default_project_and_key(Quotas::default(), None);
+    first().await.expect("bootstrap");
+    let begun = store.begun().await.expect("reads").expect("it has a project");
+    assert!(begun.as_microsecond() >= before.as_microsecond() && begun <= Timestamp::now());
+    first().await.expect("again");
+    project(&store, "another", Quotas::default()).await;
+    assert_eq!(store.begun().await.expect("reads"), Some(begun));
 }

@@ -5,7 +5,7 @@ use space_api::{
     lifecycle::{EndCause, SandboxState},
     rest::Quotas,
 };
-use space_store::{EventsOf, NewSandbox};
+use space_store::{End, EventsOf, MAX_FAILED, NewSandbox};
 
 use crate::{deleted, filter, kinds, project, project_with, ready, run, sandbox, store};
 
@@ -152,10 +152,47 @@ async fn a_life_is_recorded_from_reservation_to_end() {
     assert!(store.live().await.expect("lists").is_empty());
     assert_eq!(
         store
-            .prune(Timestamp::now() + SignedDuration::from_secs(1))
+            .prune(Timestamp::now() + SignedDuration::from_secs(1), Timestamp::MIN)
             .await
             .expect("prunes"),
         1
     );
     assert_eq!(store.sandbox(&new.id).await.expect("reads"), None);
+}
+
+#[tokio::test]
+async fn creates_that_failed_are_forgotten_sooner_and_but_for_the_last_of_them() {
+    let (store, _directory) = store().await;
+    let project = project_with(&store, "p").await;
+    let now = Timestamp::now();
+    let failed = async |seconds_ago: i64| {
+        let new = sandbox(&project);
+        store.reserve(&new, None).await.expect("reserves");
+        let end = End {
+            cause: EndCause::CreateFailed { detail: "no".into() },
+            ended_at: now - SignedDuration::from_secs(seconds_ago),
+            ..deleted()
+        };
+        assert!(store.end(&new.id, &end, true).await.expect("ends"));
+        new.id
+    };
+    let ran = sandbox(&project);
+    run(&store, &ran).await;
+    let end = End {
+        ended_at: now - SignedDuration::from_secs(200),
+        ..deleted()
+    };
+    assert!(store.end(&ran.id, &end, false).await.expect("ends"));
+    let (old, recent) = (failed(200).await, failed(50).await);
+    let hundred_ago = now - SignedDuration::from_secs(100);
+    assert_eq!(store.prune(Timestamp::MIN, hundred_ago).await.expect("prunes"), 1);
+    let is_there = async |id| store.sandbox(id).await.expect("reads").is_some();
+    assert!(!is_there(&old).await && is_there(&recent).await && is_there(&ran.id).await);
+    assert!(kinds(&store, &old).await.is_empty(), "nor its events are kept");
+
+    for _ in 0..MAX_FAILED {
+        failed(10).await;
+    }
+    assert_eq!(store.prune(Timestamp::MIN, hundred_ago).await.expect("prunes"), 1);
+    assert!(!is_there(&recent).await && is_there(&ran.id).await);
 }

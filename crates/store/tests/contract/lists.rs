@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 use space_api::lifecycle::SandboxState;
-use space_store::{Edit, SortOrder};
+use space_store::{Edit, Edited, SortOrder};
 
 use crate::{deleted, filter, project_with, run, sandbox, store};
 
@@ -24,14 +24,33 @@ async fn labels_and_metadata_are_changed_and_found_by() {
         labels: BTreeMap::from([("tier".into(), Some("paid".into())), ("old".into(), None)]),
     };
     assert_eq!(
-        store.edit(&stranger.id, &new.id, &edit).await.expect("runs"),
-        None
+        store
+            .edit(&stranger.id, &new.id, &edit, &|_| true)
+            .await
+            .expect("runs"),
+        Edited::NotFound
     );
-    let row = store
-        .edit(&project.id, &new.id, &edit)
-        .await
-        .expect("runs")
-        .expect("is there");
+    let mut changes = store.changes();
+    let outcome = store
+        .edit(&project.id, &new.id, &edit, &|new| new.labels.len() > 1)
+        .await;
+    let Edited::Unfit(unfit) = outcome.expect("runs") else {
+        panic!("one label is too few here");
+    };
+    assert_eq!(unfit.sandbox.labels.len(), 1, "as it would have become");
+    let before = store.sandbox(&new.id).await.expect("reads").expect("is there");
+    assert_eq!(before.sandbox.labels, new.labels);
+    assert!(!changes.has_changed().expect("open"));
+    let outcome = store.edit(&project.id, &new.id, &edit, &|_| true).await;
+    let Edited::Done(row) = outcome.expect("runs") else {
+        panic!("it is there");
+    };
+    let row = *row;
+    assert!(
+        changes.has_changed().expect("open"),
+        "it is to be written through"
+    );
+    changes.mark_unchanged();
     assert_eq!(store.sandbox(&new.id).await.expect("reads"), Some(row.clone()));
     assert_eq!(
         row.sandbox.labels,

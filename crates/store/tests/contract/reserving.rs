@@ -3,7 +3,7 @@
 use futures_util::future::join_all;
 use jiff::{SignedDuration, Timestamp};
 use space_api::{lifecycle::EndCause, rest::Quotas, size::SizeClass};
-use space_store::{Claim, End, NodeCapacity, Prior, Quota, Reservation, Room};
+use space_store::{Claim, End, NodeCapacity, Prior, Project, Quota, Reservation, Room};
 
 use crate::{deleted, project, project_with, ready, run, sandbox, store};
 
@@ -189,7 +189,12 @@ async fn an_idempotency_key_is_used_once() {
         "nothing else was written"
     );
 
+    let prior =
+        async |project: &Project, claim: Claim| store.prior(&project.id, &claim).await.expect("answers");
+    assert!(matches!(prior(&project, claim("a")).await, Some(Prior::Done(row)) if row.sandbox.id == new.id));
+    assert_eq!(prior(&project, claim("b")).await, Some(Prior::Mismatch));
     let stranger = project_with(&store, "q").await;
+    assert_eq!(prior(&stranger, claim("a")).await, None);
     let outcome = store
         .reserve(&sandbox(&stranger), Some(&claim("b")))
         .await
