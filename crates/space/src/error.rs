@@ -1,7 +1,11 @@
 //! Errors of the command line: a kind that decides the exit code, causes, and a hint that says what to do next.
 
+use std::process::ExitCode;
+
 use space_api::error::ErrorCode;
 use space_client::ClientError;
+
+use crate::output;
 
 /// What sort of failure it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -68,6 +72,13 @@ impl CliError {
         self
     }
 
+    /// Says first what it was about. Kind, causes and hint stay.
+    #[must_use]
+    pub(crate) fn about(mut self, what: &str) -> Self {
+        self.error = self.error.context(what.to_owned());
+        self
+    }
+
     pub(crate) fn kind(&self) -> Kind {
         self.kind
     }
@@ -116,6 +127,28 @@ impl CliError {
                 .downcast_ref::<std::io::Error>()
                 .is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
         })
+    }
+}
+
+/// What went wrong in a command that goes on with the others, and reports at the end.
+#[derive(Debug, Default)]
+pub(crate) struct Failures(Vec<CliError>);
+
+impl Failures {
+    pub(crate) fn add(&mut self, error: CliError) {
+        self.0.push(error);
+    }
+
+    /// The first one decides the exit code; the others are said beside it.
+    pub(crate) fn finish(self) -> Result<ExitCode, CliError> {
+        let mut failures = self.0.into_iter();
+        let Some(first) = failures.next() else {
+            return Ok(ExitCode::SUCCESS);
+        };
+        for other in failures {
+            output::note(format!("space: {}", output::printable(&other.chain().join(": "))));
+        }
+        Err(first)
     }
 }
 

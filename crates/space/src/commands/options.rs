@@ -5,6 +5,7 @@ use std::{str::FromStr, time::Duration};
 use clap::Args;
 use space_api::{
     id::SandboxId,
+    key::random_token,
     lifecycle::{IdleAction, IdlePolicy, SandboxState},
     size::SizeClass,
 };
@@ -51,7 +52,8 @@ impl NewSandbox {
             on_idle: self.pause_when_idle,
             wake_on_traffic: self.wake_on_traffic,
             queue: self.queue,
-            idempotency_key: None,
+            // A connection that breaks does not make a second one.
+            idempotency_key: Some(random_token()),
         }
     }
 }

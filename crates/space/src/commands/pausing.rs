@@ -8,7 +8,7 @@ use space_api::id::SandboxId;
 use crate::{
     cli::Global,
     commands::options::{sandbox_id, span},
-    error::CliError,
+    error::{CliError, Failures},
     output,
 };
 
@@ -40,16 +40,24 @@ impl Pause {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         let client = global.client()?;
         let mut records = Vec::new();
+        let mut failures = Failures::default();
         for id in &self.sandboxes {
-            records.push(client.pause(id).await?);
-            if !global.json {
-                output::line(id.as_str())?;
+            match client.pause(id).await {
+                Ok(record) => {
+                    records.push(record);
+                    if !global.json {
+                        output::line(id.as_str())?;
+                    }
+                }
+                Err(error) => {
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not paused")))
+                }
             }
         }
         if global.json {
             output::json(&records)?;
         }
-        Ok(ExitCode::SUCCESS)
+        failures.finish()
     }
 }
 
@@ -57,16 +65,24 @@ impl Resume {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         let client = global.client()?;
         let mut records = Vec::new();
+        let mut failures = Failures::default();
         for id in &self.sandboxes {
-            records.push(client.resume(id).await?);
-            if !global.json {
-                output::line(id.as_str())?;
+            match client.resume(id).await {
+                Ok(record) => {
+                    records.push(record);
+                    if !global.json {
+                        output::line(id.as_str())?;
+                    }
+                }
+                Err(error) => {
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not resumed")))
+                }
             }
         }
         if global.json {
             output::json(&records)?;
         }
-        Ok(ExitCode::SUCCESS)
+        failures.finish()
     }
 }
 

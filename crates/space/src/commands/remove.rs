@@ -4,12 +4,13 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde_json::json;
-use space_api::id::SandboxId;
+use space_api::{id::SandboxId, lifecycle::SandboxState};
+use space_client::RecordFilter;
 
 use crate::{
     cli::Global,
     commands::options::sandbox_id,
-    error::{CliError, Kind},
+    error::{CliError, Failures, Kind},
     output,
 };
 
@@ -30,36 +31,49 @@ impl Remove {
     pub(crate) async fn run(&self, global: &Global) -> Result<ExitCode, CliError> {
         let client = global.client()?;
         let ids = if self.all {
-            let listed = client.sandboxes().await?;
-            listed
-                .iter()
-                .filter_map(|each| each.sandbox_id.parse().ok())
-                .collect()
+            // Those too that are being made: they would be there a moment later.
+            let live = RecordFilter {
+                states: vec![
+                    SandboxState::Creating,
+                    SandboxState::Running,
+                    SandboxState::Paused,
+                ],
+                ..RecordFilter::default()
+            };
+            let listed = client.list(&live).await?;
+            listed.into_iter().map(|each| each.id).collect()
         } else {
             self.sandboxes.clone()
         };
         let mut removed = Vec::new();
         let mut missing = Vec::new();
+        let mut failures = Failures::default();
         for id in ids {
-            if client.delete(&id).await? {
-                if !global.json {
-                    output::line(id.as_str())?;
+            match client.delete(&id).await {
+                Ok(true) => {
+                    if !global.json {
+                        output::line(id.as_str())?;
+                    }
+                    removed.push(id);
                 }
-                removed.push(id);
-            } else {
-                missing.push(id);
+                Ok(false) => {
+                    if !self.force && !self.all {
+                        let error = anyhow::anyhow!("sandbox {id} was not found");
+                        failures.add(
+                            CliError::new(Kind::NotFound, error)
+                                .with_hint("`space sandbox ls` shows what there is; --force does not mind"),
+                        );
+                    }
+                    missing.push(id);
+                }
+                Err(error) => {
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not ended")))
+                }
             }
         }
         if global.json {
             output::json(&json!({"removed": removed, "not_found": missing}))?;
         }
-        match missing.first() {
-            Some(id) if !self.force && !self.all => Err(CliError::new(
-                Kind::NotFound,
-                anyhow::anyhow!("sandbox {id} was not found"),
-            )
-            .with_hint("`space sandbox ls` shows what there is; --force does not mind")),
-            _ => Ok(ExitCode::SUCCESS),
-        }
+        failures.finish()
     }
 }

@@ -69,7 +69,13 @@ impl Run {
         // Given up half-way the sandbox would come to be all the same, and nobody would know its id.
         let (created, signalled) = tokio::select! {
             created = &mut creating => (created, None),
-            code = signals.recv() => (creating.await, Some(code)),
+            code = signals.recv() => {
+                output::note("space: waiting for the sandbox, to delete it; once more leaves it behind");
+                tokio::select! {
+                    created = &mut creating => (created, Some(code)),
+                    code = signals.recv() => return Ok(code),
+                }
+            }
         };
         let sandbox = created.map_err(|error| CliError::from(error).exiting(NOT_RUN_EXIT))?;
         let created = started.elapsed();
@@ -83,13 +89,23 @@ impl Run {
 
         if self.keep {
             output::note(format!("space: kept sandbox {}", sandbox.id()));
-        } else if let Err(error) = client.delete(sandbox.id()).await {
-            let error = CliError::from(error);
-            output::note(format!(
-                "space: sandbox {} could not be deleted: {}",
-                sandbox.id(),
-                error.chain().join(": ")
-            ));
+            return result;
+        }
+        tokio::select! {
+            deleted = client.delete(sandbox.id()) => {
+                if let Err(error) = deleted {
+                    let error = CliError::from(error);
+                    output::note(format!(
+                        "space: sandbox {} could not be deleted: {}",
+                        sandbox.id(),
+                        error.chain().join(": ")
+                    ));
+                }
+            }
+            code = signals.recv() => {
+                output::note(format!("space: sandbox {} may not be deleted yet", sandbox.id()));
+                return Ok(code);
+            }
         }
         result
     }
