@@ -23,7 +23,7 @@ use crate::{
 /// How long a pool of any size may take to be full.
 const FULL_LIMIT: Duration = Duration::from_secs(120);
 /// Between two looks at it.
-const PAUSE: Duration = Duration::from_millis(50);
+const PAUSE: Duration = Duration::from_secs(1);
 /// Rates that are measured at unless told otherwise, creates per second.
 const RATES: (f64, f64) = (0.5, 2.0);
 /// The part of what refilling sustains that a steady rate takes.

@@ -149,7 +149,7 @@ impl Adopter<'_> {
         };
         progress.at("greeting its daemon");
         self.pass("adopt.link").await?;
-        let link = Link::reopen(machine.clone(), life.generation, owner, self.config.limits.ask)
+        let link = Link::open(machine.clone(), life.generation, owner, self.config.limits.ask)
             .await
             .map_err(|error| silent(&chain(&error)))?;
         if paused_at.is_none() {

@@ -111,7 +111,7 @@ impl Default for Limits {
             usage_interval: Duration::from_secs(30),
             pause: Duration::from_secs(5),
             resume: Duration::from_secs(5),
-            adopt: Duration::from_secs(5),
+            adopt: Duration::from_secs(30),
             shutdown: Duration::from_secs(30),
         }
     }

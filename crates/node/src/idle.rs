@@ -5,6 +5,7 @@
 //! | counts as work | because |
 //! |---|---|
 //! | a request or tunnel open now | somebody waits for it |
+//! | a request or tunnel let in since the last look | somebody uses it, however short |
 //! | the agent's processors beyond [`AGENT_CPU`] | programs run |
 //! | the agent's disk traffic beyond [`AGENT_IO`] | programs read or write |
 //! | the agent's number of tasks changed | programs begin or end |
@@ -128,6 +129,12 @@ impl LastUse {
 
     pub(crate) fn note(&self) {
         *locked(&self.0) = Some(Instant::now());
+    }
+
+    /// Whether there was one since the last time this was asked with the same `seen`, which remembers.
+    pub(crate) fn is_newer_than(&self, seen: &mut Option<Instant>) -> bool {
+        let last = *locked(&self.0);
+        std::mem::replace(seen, last) != last
     }
 
     pub(crate) fn is_recent(&self) -> bool {

@@ -33,7 +33,7 @@ use crate::{create::milliseconds, failure::chain, seam::DataStream};
 pub(crate) use secrets::Secrets;
 
 /// Generation of a machine that is nobody's yet.
-const NOBODY: u64 = 0;
+pub(crate) const NOBODY: u64 = 0;
 
 /// Why the daemon could not be asked.
 #[derive(Debug, thiserror::Error)]
@@ -131,13 +131,16 @@ impl Link {
         open_control(self.machine.as_ref(), self.generation.load(Ordering::Relaxed)).await
     }
 
-    /// Opens the control port of a machine that need not run yet, and writes the hello.
+    /// Opens the control port of a machine that need not run yet, and writes the hello, which is read when it runs. Of a
+    /// machine that an earlier process made, it ends the earlier connection; nothing of that one can be mistaken for an
+    /// answer. `generation` is [`NOBODY`] for one that is nobody's yet.
     pub(crate) async fn open(
         machine: Arc<dyn Machine>,
+        generation: u64,
         owner: Owner,
         limit: Duration,
     ) -> Result<Arc<Self>, LinkError> {
-        let control = open_control(machine.as_ref(), NOBODY).await?;
+        let control = open_control(machine.as_ref(), generation).await?;
         let session = Session {
             control: Arc::new(control),
             nonce_used: false,
@@ -145,7 +148,7 @@ impl Link {
         };
         Ok(Arc::new(Self {
             machine,
-            generation: AtomicU64::new(NOBODY),
+            generation: AtomicU64::new(generation),
             owner,
             limit,
             session: Arc::new(Mutex::new(session)),
@@ -194,13 +197,27 @@ impl Link {
     }
 
     /// Lets a machine run that is nobody's, and says what its daemon is in.
-    pub(crate) async fn wake(&self) -> Result<GuestState, LinkError> {
+    pub(crate) async fn wake(&self, limit: Duration) -> Result<GuestState, LinkError> {
         let control = self.session.lock().await.control.clone();
         self.machine
             .resume()
             .await
             .map_err(|source| LinkError::Resume { source })?;
-        Ok(control.greeted(self.limit).await?.state)
+        Ok(control.greeted(limit).await?.state)
+    }
+
+    /// Gives a machine that runs, and is nobody's, an identity for a while.
+    pub(crate) async fn pretend(
+        &self,
+        hostname: &str,
+        secrets: &Secrets,
+        limit: Duration,
+    ) -> Result<(), LinkError> {
+        let control = self.session.lock().await.control.clone();
+        control
+            .identity(secrets.identity(hostname, NOBODY), limit)
+            .await?;
+        Ok(())
     }
 
     /// The data session, opened if there is none that works.

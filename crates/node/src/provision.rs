@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     config::{MONITOR_MEMORY, MONITOR_PIDS},
     failure::{self, Failure},
-    link::Link,
+    link::{Link, NOBODY},
     locked,
     manager::Shared,
     remains::Remains,
@@ -116,9 +116,14 @@ impl Order<'_> {
         self.go_on()?;
 
         self.progress.at("greeting the daemon");
-        let link = Link::open(machine.clone(), shared.owner(stop), shared.config.limits.ask)
-            .await
-            .map_err(|error| Failure::step("greeting the daemon", &error))?;
+        let link = Link::open(
+            machine.clone(),
+            NOBODY,
+            shared.owner(stop),
+            shared.config.limits.ask,
+        )
+        .await
+        .map_err(|error| Failure::step("greeting the daemon", &error))?;
         Ok((Worker { name, machine, link }, stamps))
     }
 
@@ -204,6 +209,30 @@ impl Order<'_> {
             io: self.shared.config.disk_traffic,
         }
     }
+}
+
+/// Ends work that acts on the host: it is told to, its machine is killed, and it has the time to come to a point where
+/// nothing is half-made. Answers whether it did; what it makes otherwise is swept later.
+pub(crate) async fn wind_up(
+    shared: &Shared,
+    remains: &Mutex<Remains>,
+    cancel: &CancellationToken,
+    work: impl Future,
+) -> bool {
+    cancel.cancel();
+    let hurry = async {
+        let group = {
+            let remains = locked(remains);
+            remains.group.then(|| remains.name.clone())
+        };
+        if let Some(group) = group {
+            // A machine that is being started would otherwise be waited for.
+            drop(shared.privileges.kill_group(&group).await);
+        }
+    };
+    let wait = tokio::time::timeout(shared.config.limits.stop, work);
+    let (waited, ()) = tokio::join!(wait, hurry);
+    waited.is_ok()
 }
 
 /// Not handed to another thread: that would take longer than the act.

@@ -172,6 +172,9 @@ pub(crate) async fn janitor(
     stop: CancellationToken,
 ) {
     let mut left: Vec<Remains> = Vec::new();
+    // Its own clock: however often something new comes, what is there has its turn.
+    let mut retry = tokio::time::interval(BACKGROUND_RETRY);
+    retry.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -179,7 +182,7 @@ pub(crate) async fn janitor(
                 Some(remains) => left.push(remains),
                 None => return,
             },
-            () = tokio::time::sleep(BACKGROUND_RETRY), if !left.is_empty() => {
+            _ = retry.tick(), if !left.is_empty() => {
                 for remains in &mut left {
                     remains.kill(privileges.as_ref()).await;
                     remains.clear(privileges.as_ref(), &uids).await;

@@ -14,11 +14,11 @@
 //! command waits frozen for its identity: in such a one nothing is started and no identity is given, only what a frozen
 //! machine can do is done.
 
-use std::{future::Future, sync::LazyLock, time::Duration};
+use std::{collections::BTreeMap, future::Future, sync::LazyLock, time::Duration};
 
 use bytes::Bytes;
-use http::{Method, Request, header};
-use serde_json::{Value, json};
+use http::{Method, Request, StatusCode, header};
+use serde::Serialize;
 use space_channel::GuestState;
 use tokio::time::Instant;
 
@@ -39,6 +39,10 @@ const AS_USER: &str = "Basic dXNlcjo=";
 const AS_ROOT: &str = "Basic cm9vdDo=";
 /// The file that is written, looked at and removed.
 const FILE: &str = "/files?path=/tmp/.space-warm&username=user";
+/// What removes it.
+const REMOVE: &str = "/filesystem.Filesystem/Remove";
+const JSON: &str = "application/json";
+const CONNECT_JSON: &str = "application/connect+json";
 /// Where programs are started.
 const START: &str = "/process.Process/Start";
 const PROGRAM: &str = r#"{"process":{"cmd":"/bin/true"},"stdin":false}"#;
@@ -48,7 +52,9 @@ const SHELL: &str = r#"{"process":{"cmd":"/bin/bash","args":["-l","-c","true"],"
 /// How it went.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Report {
-    /// Time of everything.
+    /// Whether the machine waits frozen for its identity.
+    pub(crate) frozen: bool,
+    /// Time of everything but what was done again.
     pub(crate) first: Duration,
     /// Time of what was done a second time.
     pub(crate) again: Duration,
@@ -60,82 +66,115 @@ pub(crate) async fn warm<F: Future<Output = ()>>(
     quiet: impl Fn() -> F,
 ) -> Result<Report, LinkError> {
     let link = &worker.link;
-    let frozen = link.wake().await? == GuestState::Frozen;
+    let frozen = link.wake(LIMIT).await? == GuestState::Frozen;
     let identify = async || {
         quiet().await;
         let (secrets, began) = (Secrets::random()?, Instant::now());
-        link.identify(HOSTNAME, 0, &secrets).await?;
+        link.pretend(HOSTNAME, &secrets, LIMIT).await?;
         Ok::<_, LinkError>(began.elapsed())
     };
     let ask = async |step: &'static str, request: Made| {
         quiet().await;
         let began = Instant::now();
-        let (request, body) = request.map_err(|error| LinkError::Answer {
-            step,
-            what: error.to_string(),
-        })?;
-        // Whatever it answers: a small image may lack what is tried.
+        let (request, body) = request.map_err(|error| not_understood(step, &error))?;
         let (status, answer) = link.exchange(step, request, body, LIMIT).await?;
-        tracing::trace!(step, %status, answer = %String::from_utf8_lossy(&answer), "warmed");
-        Ok::<_, LinkError>(began.elapsed())
+        tracing::trace!(step, %status, "warmed");
+        Ok::<_, LinkError>((status, answer, began.elapsed()))
     };
 
     let mut first = Duration::ZERO;
     if !frozen {
         first += identify().await?;
     }
-    first += ask("a batch", batch(frozen)).await?;
-    first += ask("a tunnel", tunnel()).await?;
+    let steps = || ALL.iter().filter(move |step| !(frozen && step.path == START));
+    let (status, answer, took) = ask("a batch", batch(steps())).await?;
+    first += took;
+    let statuses: Vec<u16> = if status == StatusCode::OK {
+        serde_json::from_slice(&answer).map_err(|error| not_understood("a batch", &error))?
+    } else {
+        // The daemon is older than batches: one by one, which costs more and does the same.
+        let mut statuses = Vec::new();
+        for step in steps() {
+            let (status, _, took) = ask("a step", step.request()).await?;
+            first += took;
+            statuses.push(status.as_u16());
+        }
+        statuses
+    };
+    // Whatever the others answer: a small image may lack what is tried.
+    if leaves_a_file(steps(), &statuses) {
+        return Err(not_understood("a batch", &"the file that was written is left"));
+    }
+    first += ask("a tunnel", tunnel()).await?.2;
     let mut again = Duration::ZERO;
     if !frozen {
         again += identify().await?;
-        again += ask("a program", start(PROGRAM)).await?;
-        again += ask("a shell", start(SHELL)).await?;
+        for (name, message) in [("a program", PROGRAM), ("a shell", SHELL)] {
+            again += ask(name, started(CONNECT_JSON, AS_USER, message).request())
+                .await?
+                .2;
+        }
     }
-    Ok(Report { first, again })
+    Ok(Report { frozen, first, again })
+}
+
+fn not_understood(step: &'static str, what: &dyn std::fmt::Display) -> LinkError {
+    LinkError::Answer {
+        step,
+        what: what.to_string(),
+    }
+}
+
+/// Whether the file was written and not removed.
+fn leaves_a_file<'a>(steps: impl Iterator<Item = &'a Step>, statuses: &[u16]) -> bool {
+    let done = |path: &str, (step, status): (&Step, &u16)| {
+        step.method == "POST" && step.path == path && (200..300).contains(status)
+    };
+    let answered: Vec<_> = steps.zip(statuses).collect();
+    let any = |path: &str| answered.iter().any(|both| done(path, *both));
+    any(FILE) && !any(REMOVE)
 }
 
 type Made = Result<(Request<()>, Bytes), http::Error>;
 
-/// What is done inside. The order is that of a sandbox's first minute.
-static ALL: LazyLock<Bytes> = LazyLock::new(|| steps(true));
-/// The same without what starts a program.
-static FROZEN: LazyLock<Bytes> = LazyLock::new(|| steps(false));
-
-fn batch(frozen: bool) -> Made {
-    let steps = if frozen { &FROZEN } else { &ALL };
-    let request = Request::post("http://space/batch").header(header::CONTENT_TYPE, "application/json");
-    Ok((request.body(())?, Bytes::clone(steps)))
+/// One request, in the form that a batch has of it.
+#[derive(Debug, Serialize)]
+struct Step {
+    method: &'static str,
+    path: &'static str,
+    headers: BTreeMap<&'static str, &'static str>,
+    body: String,
 }
 
-fn steps(start: bool) -> Bytes {
-    const JSON: &str = "application/json";
-    let get = |path: &str| json!({"method": "GET", "path": path});
-    let post = |path: &str, kind: &str, body: &str| json!({"method": "POST", "path": path, "headers": {"content-type": kind}, "body": body});
-    let started = |kind: &str, user: &str, message: &str| {
-        let mut step = post(START, kind, &enveloped(message));
-        step["headers"]["authorization"] = user.into();
-        step["headers"]["connect-timeout-ms"] = "60000".into();
-        step["headers"]["keepalive-ping-interval"] = "50".into();
-        step
-    };
-    let mut all: Vec<Value> = vec![get("/health"), post("/init", JSON, r#"{"envVars":{}}"#)];
-    if start {
-        all.extend([
-            started(CONNECT_JSON, AS_USER, PROGRAM),
-            // process { cmd: "/bin/true" }, stdin: false
-            started(
-                "application/connect+proto",
-                AS_USER,
-                "\x0a\x0b\x0a\x09/bin/true\x20\x00",
-            ),
-            started(CONNECT_JSON, AS_USER, SHELL),
-            started(CONNECT_JSON, AS_ROOT, PROGRAM),
-        ]);
+impl Step {
+    /// The same by itself.
+    fn request(&self) -> Made {
+        let mut request = Request::builder()
+            .method(self.method)
+            .uri(format!("http://space{}", self.path));
+        for (name, value) in &self.headers {
+            request = request.header(*name, *value);
+        }
+        Ok((request.body(())?, Bytes::from(self.body.clone())))
     }
+}
+
+/// What is done inside. The order is that of a sandbox's first minute.
+static ALL: LazyLock<Vec<Step>> = LazyLock::new(|| {
     let form = "--space-warm\r\ncontent-disposition: form-data; name=\"file\"; filename=\"w\"\r\n\
                 content-type: application/octet-stream\r\n\r\nwarm\r\n--space-warm--\r\n";
-    all.extend([
+    vec![
+        get("/health"),
+        post("/init", JSON, r#"{"envVars":{}}"#),
+        started(CONNECT_JSON, AS_USER, PROGRAM),
+        // process { cmd: "/bin/true" }, stdin: false
+        started(
+            "application/connect+proto",
+            AS_USER,
+            "\x0a\x0b\x0a\x09/bin/true\x20\x00",
+        ),
+        started(CONNECT_JSON, AS_USER, SHELL),
+        started(CONNECT_JSON, AS_ROOT, PROGRAM),
         post(FILE, "multipart/form-data; boundary=space-warm", form),
         get(FILE),
         post(
@@ -143,14 +182,45 @@ fn steps(start: bool) -> Bytes {
             JSON,
             r#"{"path":"/home/user","depth":1}"#,
         ),
-        post(
-            "/filesystem.Filesystem/Remove",
-            JSON,
-            r#"{"path":"/tmp/.space-warm"}"#,
-        ),
+        post(REMOVE, JSON, r#"{"path":"/tmp/.space-warm"}"#),
         get("/metrics"),
+    ]
+});
+
+fn get(path: &'static str) -> Step {
+    Step {
+        method: "GET",
+        path,
+        headers: BTreeMap::new(),
+        body: String::new(),
+    }
+}
+
+fn post(path: &'static str, kind: &'static str, body: &str) -> Step {
+    Step {
+        method: "POST",
+        path,
+        headers: BTreeMap::from([("content-type", kind), ("connect-protocol-version", "1")]),
+        body: body.to_owned(),
+    }
+}
+
+/// A command, as a stream with one message.
+fn started(kind: &'static str, user: &'static str, message: &str) -> Step {
+    let mut step = post(START, kind, &enveloped(message));
+    step.headers.extend([
+        ("authorization", user),
+        ("connect-timeout-ms", "60000"),
+        ("keepalive-ping-interval", "50"),
     ]);
-    Bytes::from(Value::from(all).to_string())
+    step
+}
+
+fn batch<'a>(steps: impl Iterator<Item = &'a Step>) -> Made {
+    let steps: Vec<_> = steps.collect();
+    let body = serde_json::to_vec(&steps).unwrap_or_default();
+    let request = Request::post("http://space/batch").header(header::CONTENT_TYPE, JSON);
+    Ok((request.body(())?, Bytes::from(body)))
 }
 
 fn tunnel() -> Made {
@@ -158,20 +228,8 @@ fn tunnel() -> Made {
     Ok((request.body(())?, Bytes::new()))
 }
 
-const CONNECT_JSON: &str = "application/connect+json";
-
-/// One command, over the channel.
-fn start(message: &str) -> Made {
-    let request = Request::post(format!("http://space{START}"))
-        .header(header::CONTENT_TYPE, CONNECT_JSON)
-        .header(header::AUTHORIZATION, AS_USER)
-        .header("connect-protocol-version", "1")
-        .header("connect-timeout-ms", "60000");
-    Ok((request.body(())?, Bytes::from(enveloped(message))))
-}
-
-/// A stream of one message, as the Connect protocol frames it: flags and length before it. Messages here are shorter than
-/// 128 bytes, so that the whole is text.
+/// As the Connect protocol frames a message: flags and length before it. Messages here are shorter than 128 bytes, so that
+/// the whole is text.
 fn enveloped(message: &str) -> String {
     let length = u8::try_from(message.len())
         .ok()
@@ -186,14 +244,25 @@ mod tests {
 
     #[test]
     fn every_message_is_short_enough_for_its_frame() {
-        for message in [PROGRAM, SHELL] {
-            assert!(message.len() < 128 && message.is_ascii(), "{message}");
+        for step in ALL.iter().filter(|step| step.path == START) {
+            let (frame, message) = step.body.split_at(5);
+            assert_eq!(usize::from(frame.as_bytes()[4]), message.len(), "{step:?}");
         }
-        let (all, frozen): (Vec<Value>, Vec<Value>) = (
-            serde_json::from_slice(&ALL).expect("JSON"),
-            serde_json::from_slice(&FROZEN).expect("JSON"),
-        );
-        assert_eq!(all.len(), frozen.len() + 4);
-        assert!(frozen.iter().all(|step| step["path"] != START));
+    }
+
+    #[test]
+    fn a_file_that_is_left_is_noticed() {
+        let statuses = |write: u16, remove: u16| -> Vec<u16> {
+            let of = |step: &Step| match step.path {
+                FILE if step.method == "POST" => write,
+                REMOVE => remove,
+                _ => 200,
+            };
+            ALL.iter().map(of).collect()
+        };
+        assert!(!leaves_a_file(ALL.iter(), &statuses(200, 200)));
+        assert!(!leaves_a_file(ALL.iter(), &statuses(500, 404)));
+        assert!(leaves_a_file(ALL.iter(), &statuses(200, 404)));
+        assert!(leaves_a_file(ALL.iter(), &statuses(200, 200)[..8]));
     }
 }

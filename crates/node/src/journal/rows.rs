@@ -108,20 +108,28 @@ pub(super) async fn update(
 /// later or the same one is known.
 pub(super) async fn end(connection: &mut SqliteConnection, end: &EndRecord) -> Result<(), sqlx::Error> {
     let cause = json(&end.cause)?;
-    sqlx::query(
-        "INSERT INTO lives (id, generation, state, ended_us, cause, cpu_us)
-         SELECT ?1, ?2, 'ended', ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM lives WHERE id = ?1 AND generation > ?2)
-         ON CONFLICT (id, generation) DO UPDATE SET state = 'ended', ended_us = ?3, cause = ?4, cpu_us = ?5,
+    let bound = |text: &'static str| {
+        sqlx::query(text)
+            .bind(end.id.as_str().to_owned())
+            .bind(stored(end.generation))
+            .bind(end.ended_at.as_microsecond())
+            .bind(cause.clone())
+            .bind(stored(end.cpu_micros))
+    };
+    // A life that is known ends, whether or not a later one is known too.
+    let known = bound(
+        "UPDATE lives SET state = 'ended', ended_us = ?3, cause = ?4, cpu_us = ?5,
              machine = NULL, guest_token = NULL, environment = NULL
-         WHERE state != 'ended'",
-    )
-    .bind(end.id.as_str().to_owned())
-    .bind(stored(end.generation))
-    .bind(end.ended_at.as_microsecond())
-    .bind(cause)
-    .bind(stored(end.cpu_micros))
-    .execute(connection)
-    .await?;
+         WHERE id = ?1 AND generation = ?2 AND state != 'ended'",
+    );
+    if known.execute(&mut *connection).await?.rows_affected() > 0 {
+        return Ok(());
+    }
+    let unknown = bound(
+        "INSERT INTO lives (id, generation, state, ended_us, cause, cpu_us)
+         SELECT ?1, ?2, 'ended', ?3, ?4, ?5 WHERE NOT EXISTS (SELECT 1 FROM lives WHERE id = ?1 AND generation >= ?2)",
+    );
+    unknown.execute(connection).await?;
     Ok(())
 }
 

@@ -228,6 +228,33 @@ async fn ends_are_kept_and_found_by_time() {
     opened.close().await;
 }
 
+/// An end that could not be recorded at its time is, when it is known which life it was, whatever came after.
+#[tokio::test]
+async fn a_life_ends_also_when_a_later_one_is_known() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("node.db");
+    let id = SandboxId::random();
+    let opened = open(&path).await;
+    for generation in [1, 2] {
+        opened.journal.begin(life(&id, generation)).await.expect("begins");
+    }
+    let first = end(&id, 1, EndCause::PlatformRestarted);
+    opened.journal.end(first.clone()).await.expect("ends");
+    // Of one that never began nothing is recorded when a later one is known.
+    opened
+        .journal
+        .end(end(&id, 0, EndCause::PlatformRestarted))
+        .await
+        .expect("is taken");
+    opened.close().await;
+    let opened = open(&path).await;
+    let lives: Vec<_> = opened.lives.iter().map(|life| life.generation).collect();
+    assert_eq!(lives, [2]);
+    let ends = opened.journal.ends_since(Timestamp::now() - 1.hour()).await;
+    assert_eq!(ends.expect("reads"), [first]);
+    opened.close().await;
+}
+
 #[tokio::test]
 async fn an_old_generation_is_refused_and_disturbs_no_other_of_its_batch() {
     let directory = tempfile::tempdir().expect("a directory");

@@ -1,42 +1,14 @@
 //! What is asked over the control port beside the greeting: that the guest runs on, and how it is.
 
-use std::{
-    sync::{Arc, atomic::AtomicU64},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use space_channel::{Event, HealthReport, HelloAck, HostControl};
-use space_vmm::Machine;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::mpsc;
 
-use super::{Link, LinkError, Owner, Session, open_control};
+use super::{Link, LinkError, Session};
 
 impl Link {
-    /// Begins to take over the daemon of a machine that an earlier process made and writes the hello, which is read
-    /// when the machine runs. It ends the earlier connection; nothing of that one can be mistaken for an answer.
-    pub(crate) async fn reopen(
-        machine: Arc<dyn Machine>,
-        generation: u64,
-        owner: Owner,
-        limit: Duration,
-    ) -> Result<Arc<Self>, LinkError> {
-        let control = open_control(machine.as_ref(), generation).await?;
-        let session = Session {
-            control: Arc::new(control),
-            nonce_used: false,
-            data: None,
-        };
-        let link = Self {
-            machine,
-            generation: AtomicU64::new(generation),
-            owner,
-            limit,
-            session: Arc::new(Mutex::new(session)),
-        };
-        Ok(Arc::new(link))
-    }
-
     /// What the daemon says of itself, once it has.
     pub(crate) async fn greeted(&self) -> Result<HelloAck, LinkError> {
         Ok(self.control().await?.greeted(self.limit).await?)

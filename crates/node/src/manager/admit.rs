@@ -148,6 +148,10 @@ impl NodeManager {
             shared.pool.look();
             return Err(failure::no_capacity(what));
         }
+        if spare > 0 && shared.room.lacking(&shared.config, 0).is_some() {
+            // There is room only because the pool will make it.
+            shared.pool.look();
+        }
         let internal = |what: String| NodeError::Internal { what };
         let entrant = Entrant {
             worker: worker::fresh_name().map_err(|error| internal(chain(&error)))?,

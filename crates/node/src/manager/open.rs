@@ -122,15 +122,14 @@ impl NodeManager {
     /// [`NodeManager::open`] of the same directories. One that is being created ends.
     pub async fn detach(&self) {
         self.finish(false, |handle| async move {
-            let (network, worker) = {
-                let view = handle.view.borrow();
-                (view.network.clone(), view.worker.clone())
-            };
             drop(handle.inputs.send(Input::Detach).await);
-            // Until its task is over, one way or the other.
+            // Until its task is over, one way or the other. Only then is it settled what is left: one that became usable at
+            // this moment has another machine than the one it entered with.
             handle.inputs.closed().await;
-            let end = handle.view.borrow().end.is_some();
-            (!end).then_some((worker, network))
+            let view = handle.view.borrow();
+            view.end
+                .is_none()
+                .then(|| (view.worker.clone(), view.network.clone()))
         })
         .await;
     }

@@ -24,7 +24,7 @@ pub struct PoolConfig {
     /// How often the host's memory, the templates' names and the machines' ages are looked at.
     pub look_every: Duration,
     /// Share of time that tasks wait for memory, percent, above which none is made ahead; above twice of it they are given
-    /// up one by one.
+    /// up, half of them at each look.
     pub pressure_percent: u32,
     /// Where the kernel's accounts of memory are read.
     pub proc_directory: PathBuf,
@@ -50,7 +50,7 @@ impl Default for PoolConfig {
             concurrent_refills: 1,
             idle_drain_after: Duration::from_secs(15 * 60),
             renew_after: Duration::from_secs(30 * 60),
-            refill_limit: Duration::from_secs(60),
+            refill_limit: Duration::from_secs(120),
             look_every: Duration::from_secs(3),
             pressure_percent: 10,
             proc_directory: PathBuf::from("/proc"),

@@ -104,6 +104,9 @@ impl Keeper {
             shared.config.memory_reserve,
             config.pressure_percent,
         );
+        for shelf in locked(&pool.state).shelves.values_mut() {
+            shelf.pinned = false;
+        }
         for reference in &config.pinned {
             if let Ok(template) = shared.templates.resolve(reference).await {
                 let key = Key {
@@ -163,12 +166,17 @@ impl Keeper {
             })
             .collect();
         let (machines, bytes) = match self.memory {
-            // What there is may stay, or is given up one at each look.
+            // What there is may stay, or half of it is given up at each look.
             HostMemory::Plenty => (config.max_machines, room),
-            HostMemory::Scarce => (shelves.iter().map(|(_, shelf)| shelf.len()).sum(), room),
+            HostMemory::Scarce => {
+                for (_, shelf) in shelves {
+                    shelf.target = shelf.len();
+                }
+                return;
+            }
             HostMemory::Short => {
                 let there: usize = shelves.iter().map(|(_, shelf)| shelf.len()).sum();
-                (there.saturating_sub(1), room)
+                (there / 2, room)
             }
         };
         let given = sizing::share(&wants, machines.min(config.max_machines), bytes);
@@ -191,7 +199,7 @@ impl Keeper {
                 .retain(|_, shelf| !(shelf.superseded && shelf.is_empty()));
         }
         if self.memory == HostMemory::Short && !gone.is_empty() {
-            // One at each look: what the host says then tells whether it was enough.
+            // So much at each look: what the host says then tells whether it was enough.
             self.memory = HostMemory::Scarce;
         }
         for (ready, why) in gone {

@@ -6,6 +6,7 @@ use std::{
     panic::AssertUnwindSafe,
     pin::pin,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use futures_util::FutureExt as _;
@@ -16,17 +17,20 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use super::Ready;
 use crate::{
     failure::{self, Failure},
-    locked,
     manager::Shared,
-    provision::{CPU_WEIGHT, Order, Progress},
+    provision::{CPU_WEIGHT, Order, Progress, wind_up},
     remains::Remains,
     templates::{Lease, ResolvedTemplate},
     warm,
     worker::{self, Worker},
 };
 
-/// Share of the CPU while it is made: whatever a sandbox does goes before.
-const WEIGHT_AHEAD: u64 = 1;
+/// Share of the CPU while it is made: a tenth of a sandbox's, so that what a sandbox does goes before, and yet it comes to
+/// an end on a host that is always busy.
+const WEIGHT_AHEAD: u64 = CPU_WEIGHT / 10;
+/// A frozen machine may run at most so long without an identity. Its daemon would thaw it by itself in the end, which is to
+/// happen to nobody's machine: what it then does it would do in each of its copies.
+const FROZEN_LIMIT: Duration = Duration::from_secs(10);
 
 /// One machine to make.
 struct Refill {
@@ -111,19 +115,7 @@ impl Refill {
                 "it was not ready within {} s while {}", limit.as_secs(), self.progress.step()
             )),
         };
-        self.cancel.cancel();
-        let hurry = async {
-            let group = {
-                let remains = locked(&self.remains);
-                remains.group.then(|| remains.name.clone())
-            };
-            if let Some(group) = group {
-                drop(self.shared.privileges.kill_group(&group).await);
-            }
-        };
-        let wait = tokio::time::timeout(self.shared.config.limits.stop, work);
-        let (waited, ()) = tokio::join!(wait, hurry);
-        if waited.is_err() {
+        if !wind_up(&self.shared, &self.remains, &self.cancel, work).await {
             tracing::error!(
                 step = self.progress.step(),
                 "a step of a machine made ahead did not come to an end; what it makes is swept later"
@@ -151,6 +143,7 @@ impl Refill {
         };
         let (worker, _) = order.provision(point).await?;
         self.progress.at("warming it");
+        let began = Instant::now();
         let warmed = tokio::select! {
             biased;
             () = self.cancel.cancelled() => return Err(Failure::Ended),
@@ -162,6 +155,12 @@ impl Refill {
         };
         self.progress.at("stopping it");
         worker.machine.pause().await?;
+        if report.frozen && began.elapsed() > FROZEN_LIMIT {
+            return Err(Failure::Step(format!(
+                "it has run frozen for more than {} s",
+                FROZEN_LIMIT.as_secs()
+            )));
+        }
         let group = &worker.name;
         shared
             .privileges

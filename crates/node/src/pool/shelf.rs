@@ -17,7 +17,7 @@ use crate::{
 
 /// Wait after a failure, doubled up to [`LONGEST_RETRY`].
 const FIRST_RETRY: Duration = Duration::from_secs(1);
-const LONGEST_RETRY: Duration = Duration::from_secs(120);
+const LONGEST_RETRY: Duration = Duration::from_secs(30);
 /// What a machine is thought to take before one was measured, beside an eighth of its guest's memory, bytes.
 const GUESS: u64 = 64 << 20;
 

@@ -10,7 +10,7 @@ use super::{Ending, Input, Parting, Sandbox};
 use crate::{
     create::{self, Born, Source},
     failure::Failure,
-    locked,
+    provision::wind_up,
     templates::StartingPoint,
 };
 
@@ -65,20 +65,7 @@ impl Sandbox {
                 ))),
             }
         };
-        cancel.cancel();
-        let hurry = async {
-            let group = {
-                let remains = locked(&self.remains);
-                remains.group.then(|| remains.name.clone())
-            };
-            if let Some(group) = group {
-                // A machine that is being started would otherwise be waited for.
-                drop(self.shared.privileges.kill_group(&group).await);
-            }
-        };
-        let wait = tokio::time::timeout(self.shared.config.limits.stop, work);
-        let (waited, ()) = tokio::join!(wait, hurry);
-        if waited.is_err() {
+        if !wind_up(&self.shared, &self.remains, cancel, work).await {
             tracing::error!(sandbox = %self.request.id, step = self.progress.step(), "a step did not come to an end; what it makes is swept later");
         }
         Err(ending)

@@ -219,7 +219,7 @@ impl Sandbox {
             let (clock, run, recorded) = tokio::join!(
                 tokio::time::timeout(limit, worker.link.thaw()),
                 self.let_run(worker.machine.as_ref()),
-                self.change(Change::Running { ready_ms: None })
+                tokio::time::timeout(limit, self.change(Change::Running { ready_ms: None }))
             );
             run?;
             match clock {
@@ -230,15 +230,21 @@ impl Sandbox {
                 }
                 Err(_) => tracing::warn!(sandbox = %self.request.id, "its clock could not be set in time"),
             }
-            if let Err(error) = recorded {
-                // The next start finds a machine that runs, and leaves it so.
-                tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "its resume was not recorded");
+            // The next start finds a machine that runs, and leaves it so.
+            match recorded {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "its resume was not recorded");
+                }
+                Err(_) => tracing::warn!(sandbox = %self.request.id, "its resume was not recorded in time"),
             }
             Ok::<(), String>(())
         };
         match self.attend_transition(desk, worker.machine.as_ref(), work).await {
             Err(parting) => Some(parting),
             Ok(Ok(())) => {
+                // Its time without work begins anew, whether or not anyone has looked while it stood still.
+                self.last_use.note();
                 self.show(SandboxState::Running, None);
                 tracing::info!(sandbox = %self.request.id, "resumed");
                 settled.send(Ok(self.view.borrow().status.clone())).ok();

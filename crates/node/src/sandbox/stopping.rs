@@ -5,6 +5,7 @@ use std::time::Duration;
 use space_api::lifecycle::{EndCause, SandboxState};
 use space_node_manager::GroupUsage;
 use space_vmm::{ExitReason, Machine};
+use tokio::time::timeout;
 
 use super::{Ending, MOST_DETAIL, Sandbox, now_as_recorded};
 use crate::{
@@ -35,10 +36,17 @@ impl Sandbox {
         let begun = async {
             // Beside the removal: should the machine be gone before this is durable, the next start sees a machine that
             // is gone.
-            if failure != Failure::Stale
-                && let Err(error) = self.change(Change::Stopping(cause.clone())).await
-            {
-                tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "that it is to end was not recorded");
+            if failure == Failure::Stale {
+                return;
+            }
+            match timeout(limit, self.change(Change::Stopping(cause.clone()))).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(sandbox = %self.request.id, error = %chain(&error), "that it is to end was not recorded");
+                }
+                Err(_) => {
+                    tracing::warn!(sandbox = %self.request.id, "that it is to end was not recorded in time");
+                }
             }
         };
         let removal = remains.remove(self.shared.privileges.as_ref(), &self.shared.uids, limit);
@@ -90,10 +98,20 @@ impl Sandbox {
     /// restart of the platform.
     async fn record(&self, end: &EndRecord) {
         for attempt in 1..=RECORD_TRIES {
-            match self.shared.journal.end(end.clone()).await {
-                Ok(()) => return,
-                Err(error) => {
+            match timeout(
+                self.shared.config.limits.stop,
+                self.shared.journal.end(end.clone()),
+            )
+            .await
+            {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => {
                     tracing::error!(sandbox = %self.request.id, attempt, error = %chain(&error), "its end could not be recorded");
+                }
+                // It is in the journal's queue: once is enough.
+                Err(_) => {
+                    tracing::error!(sandbox = %self.request.id, "its end was not recorded in time");
+                    return;
                 }
             }
             tokio::time::sleep(RECORD_RETRY).await;

@@ -21,7 +21,7 @@ use tokio::{
 use super::{Input, MOST_DETAIL, Sandbox, View, now_as_recorded};
 use crate::{
     failure::{chain, tail},
-    idle::{Figures, Meter},
+    idle::{Figures, LastUse, Meter},
     link::{Link, LinkError},
     manager::Shared,
     seam::{GuestNotice, SandboxEvent, Usage},
@@ -43,6 +43,7 @@ struct Watch {
     inputs: mpsc::Sender<Input>,
     history: Arc<History>,
     on_idle: Option<IdlePolicy>,
+    last_use: Arc<LastUse>,
     /// Held while the guest is asked, so that the one question is not taken for work by the other.
     turn: Mutex<()>,
 }
@@ -59,6 +60,7 @@ impl Sandbox {
             inputs: self.own_inputs.clone(),
             history: self.history.clone(),
             on_idle: self.request.on_idle,
+            last_use: self.last_use.clone(),
             turn: Mutex::default(),
         };
         let stop = self.owner.stop.clone();
@@ -77,6 +79,7 @@ impl Watch {
         let mut misses = 0;
         let mut meter = Meter::default();
         let mut idle = Idle::default();
+        let mut used = None;
         let mut runs = self.view.subscribe();
         loop {
             tokio::time::sleep(limits.health_interval).await;
@@ -103,7 +106,8 @@ impl Watch {
             match answer {
                 Ok(report) => {
                     misses = 0;
-                    self.judge(&report, &mut meter, &mut idle).await;
+                    let used = self.last_use.is_newer_than(&mut used);
+                    self.judge(&report, used, &mut meter, &mut idle).await;
                 }
                 Err(error) => {
                     misses += 1;
@@ -136,11 +140,12 @@ impl Watch {
         true
     }
 
-    async fn judge(&self, report: &HealthReport, meter: &mut Meter, idle: &mut Idle) {
+    async fn judge(&self, report: &HealthReport, used: bool, meter: &mut Meter, idle: &mut Idle) {
         let host = self.shared.privileges.group_usage(&self.worker).await;
         let figures = Figures::new(report, host.ok().map(|usage| usage.cpu_micros));
         let now = now_as_recorded();
-        let work = meter.work(figures);
+        // The guest tells of what is open; what came and went in between only we have seen.
+        let work = meter.work(figures).or(used.then_some("it was used"));
         let since = idle.observe(work.is_some(), now);
         let changed = self.view.send_if_modified(|view| {
             let status = &mut view.status;

@@ -112,6 +112,25 @@ async fn an_open_stream_is_work_for_as_long_as_it_is_open() {
     idling.fixture.close().await;
 }
 
+/// Requests that begin and end between two looks are seen in no guest's figures.
+#[tokio::test]
+async fn short_requests_between_the_looks_are_work() {
+    let idling = Idling::new(Some(IdlePolicy {
+        after_seconds: 2,
+        action: IdleAction::Pause,
+    }))
+    .await;
+    for _ in 0..3 {
+        let data = within(idling.fixture.node.data(&idling.id)).await;
+        assert!(data.is_ok(), "it is paused between requests: {data:?}");
+        // Longer apart than a request may be on its way, and closer than the policy asks for.
+        tokio::time::sleep(Duration::from_millis(1300)).await;
+    }
+    assert_eq!(idling.state(), SandboxState::Running);
+    idling.is_paused().await;
+    idling.fixture.close().await;
+}
+
 /// The last look was a while ago: what has been let in since must not be left hanging.
 #[tokio::test]
 async fn what_is_let_in_at_the_last_moment_is_not_cut_off() {
