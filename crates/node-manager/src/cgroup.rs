@@ -5,21 +5,29 @@
 //! that gives `cgroup.kill` and a membership nothing can leave.
 
 mod disk;
+mod files;
+mod mounts;
 
 use std::{
     io,
     path::{Path, PathBuf},
-    time::Duration,
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
 };
 
 use fs_err as fs;
-use rustix::{mount::MountFlags, process::Pid};
-use tokio::time::Instant;
+
+use files::{enable, field, kill_members, make_directory, members, number, write, write_if_there};
+use mounts::{favour_moves, v1_mount, v2_mount};
 
 use crate::{GroupLimits, GroupUsage, IoLimits, ObjectName, PrivilegeError, failed};
 
 /// How long killed processes may take to be gone.
 const EMPTY_WITHIN: Duration = Duration::from_secs(5);
+
+/// Pauses between two looks at a group that is being killed.
+const FIRST_LOOK: Duration = Duration::from_micros(300);
+const NEXT_LOOK: Duration = Duration::from_millis(2);
 
 /// Period of the CPU quota, microseconds.
 const PERIOD_MICROS: u64 = 100_000;
@@ -51,6 +59,19 @@ struct Hierarchy {
     controllers: Vec<&'static str>,
 }
 
+impl Hierarchy {
+    /// Whether a group that has no limit of its disk traffic does without it.
+    fn is_for_io_only(&self) -> bool {
+        self.controllers == [IO]
+    }
+
+    /// The controllers that every group needs.
+    fn necessary(&self) -> Vec<&'static str> {
+        let all = self.controllers.iter().copied();
+        all.filter(|c| *c != IO).collect()
+    }
+}
+
 /// The hierarchies of this host.
 #[derive(Debug)]
 pub(crate) struct Hierarchies {
@@ -60,6 +81,8 @@ pub(crate) struct Hierarchies {
     used: Vec<Hierarchy>,
     /// The disk whose traffic is limited, or why none is.
     disk: Result<disk::Disk, String>,
+    /// Held while the directory that the groups lie in is made, prepared or removed.
+    parents: Mutex<()>,
 }
 
 /// Where a controller is on this host.
@@ -122,8 +145,7 @@ impl Hierarchies {
                 .chain(disk.is_ok().then_some(IO))
                 .filter(|c| available.split_ascii_whitespace().any(|a| a == *c))
                 .collect::<Vec<_>>();
-            favour_moves(&mount);
-            enable(&mount, &controllers)?;
+            favour_moves(&mount, &mounts);
             used.push(Hierarchy {
                 mount,
                 version: Version::Two,
@@ -157,7 +179,12 @@ impl Hierarchies {
                 }),
             }
         }
-        Ok(Self { parent, used, disk })
+        Ok(Self {
+            parent,
+            used,
+            disk,
+            parents: Mutex::default(),
+        })
     }
 
     /// Makes the group in every hierarchy and sets its limits. A group of that name that exists is limited anew.
@@ -166,19 +193,12 @@ impl Hierarchies {
             self.of(controller)?;
         }
         for hierarchy in &self.used {
-            let parent = hierarchy.mount.join(&self.parent);
-            let made = make_directory(&parent).and_then(|new| {
-                if new && hierarchy.version == Version::Two {
-                    enable(&parent, &hierarchy.controllers).map_err(|e| io::Error::other(e.to_string()))?;
-                }
-                make_directory(&parent.join(name.as_str()))
-            });
-            made.map_err(|e| {
-                failed(
-                    format!("making the cgroup {name} in {}", hierarchy.mount.display()),
-                    e,
-                )
-            })?;
+            if limits.io.is_none() && hierarchy.is_for_io_only() {
+                // One that is limited anew may be in it.
+                remove(&hierarchy.mount.join(&self.parent).join(name.as_str()));
+                continue;
+            }
+            self.make(hierarchy, name, limits)?;
         }
         let memory = limits.memory_bytes.to_string();
         match self.directory("memory", name)? {
@@ -213,23 +233,45 @@ impl Hierarchies {
         }
     }
 
+    /// Makes the directory of a group. Controllers are enabled above it each time: whoever made the directories there may
+    /// have been killed before it came to that, or have known fewer, and others take unused ones away.
+    fn make(
+        &self,
+        hierarchy: &Hierarchy,
+        name: &ObjectName,
+        limits: &GroupLimits,
+    ) -> Result<(), PrivilegeError> {
+        let _alone = self.parents.lock().unwrap_or_else(PoisonError::into_inner);
+        let parent = hierarchy.mount.join(&self.parent);
+        make_directory(&parent)?;
+        if hierarchy.version == Version::Two {
+            for directory in [&hierarchy.mount, &parent] {
+                enable(directory, &hierarchy.necessary())?;
+                if limits.io.is_some() && hierarchy.controllers.contains(&IO) {
+                    // If it cannot be, the limit is found missing when it is set, which is told.
+                    enable(directory, &[IO]).ok();
+                }
+            }
+        }
+        make_directory(&parent.join(name.as_str()))
+    }
+
     /// Limits disk traffic where that is possible; where it is not, the machine goes without, which is told once.
     fn limit_io(&self, name: &ObjectName, limits: &IoLimits) -> Result<(), PrivilegeError> {
         static TOLD: std::sync::Once = std::sync::Once::new();
+        let without = |reason: &dyn std::fmt::Display| {
+            TOLD.call_once(|| tracing::warn!(%reason, "disk traffic is not limited"));
+            Ok(())
+        };
         match (&self.disk, self.directory(IO, name)) {
-            (Ok(disk), Ok((version, directory))) => disk::limit(version, &directory, *disk, limits),
-            (Ok(_), Err(_)) => {
-                TOLD.call_once(|| {
-                    tracing::warn!("disk traffic is not limited: there is no controller for it");
-                });
-                Ok(())
-            }
-            (Err(reason), _) => {
-                TOLD.call_once(|| {
-                    tracing::warn!(%reason, "disk traffic is not limited");
-                });
-                Ok(())
-            }
+            (Ok(disk), Ok((version, directory))) => match disk::limit(version, &directory, *disk, limits) {
+                Err(PrivilegeError::System { act, source }) if disk::is_unable(&source) => {
+                    without(&format!("{act}: {source}"))
+                }
+                limited => limited,
+            },
+            (Ok(_), Err(_)) => without(&"there is no controller for it"),
+            (Err(reason), _) => without(reason),
         }
     }
 
@@ -247,7 +289,26 @@ impl Hierarchies {
 
     /// `cgroup.procs` of the group in every hierarchy: what a new process writes itself into.
     pub(crate) fn membership_files(&self, name: &ObjectName) -> Vec<PathBuf> {
-        self.directories(name).map(|d| d.join("cgroup.procs")).collect()
+        let made = |hierarchy: &&Hierarchy| {
+            !hierarchy.is_for_io_only() || hierarchy.mount.join(&self.parent).join(name.as_str()).exists()
+        };
+        let used = self.used.iter().filter(made);
+        used.map(|h| {
+            h.mount
+                .join(&self.parent)
+                .join(name.as_str())
+                .join("cgroup.procs")
+        })
+        .collect()
+    }
+
+    /// Whether a process is in the group.
+    pub(crate) fn has_members(&self, name: &ObjectName) -> Result<bool, PrivilegeError> {
+        // The same in all of them.
+        match self.directories(name).next() {
+            Some(directory) => Ok(!members(&directory)?.is_empty()),
+            None => Ok(false),
+        }
     }
 
     pub(crate) fn usage(&self, name: &ObjectName) -> Result<GroupUsage, PrivilegeError> {
@@ -277,11 +338,11 @@ impl Hierarchies {
         })
     }
 
-    /// Kills all members and waits until none is left. Answers how many there were.
-    pub(crate) async fn kill(&self, name: &ObjectName) -> Result<usize, PrivilegeError> {
+    /// Kills all members and waits until none is left. Answers how many there were. Blocks.
+    pub(crate) fn kill(&self, name: &ObjectName) -> Result<usize, PrivilegeError> {
         let mut killed = 0;
         let give_up = Instant::now() + EMPTY_WITHIN;
-        let mut pause = Duration::from_micros(300);
+        let mut pause = FIRST_LOOK;
         loop {
             // The most in any hierarchy, not the sum: it is the same processes everywhere.
             let mut left = 0;
@@ -296,14 +357,14 @@ impl Hierarchies {
                 let act = format!("waiting until the cgroup {name} is empty");
                 return Err(failed(act, io::Error::from(io::ErrorKind::TimedOut)));
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(Duration::from_millis(20));
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(NEXT_LOOK);
         }
     }
 
-    /// Kills what is left and removes the group everywhere. Answers how many processes there were.
-    pub(crate) async fn delete(&self, name: &ObjectName) -> Result<usize, PrivilegeError> {
-        let killed = self.kill(name).await?;
+    /// Kills what is left and removes the group everywhere. Answers how many processes there were. Blocks.
+    pub(crate) fn delete(&self, name: &ObjectName) -> Result<usize, PrivilegeError> {
+        let killed = self.kill(name)?;
         for directory in self.directories(name) {
             let give_up = Instant::now() + EMPTY_WITHIN;
             loop {
@@ -312,7 +373,7 @@ impl Hierarchies {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => break,
                     // A dying process still counts for a moment after it has left the list of members.
                     Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < give_up => {
-                        tokio::time::sleep(Duration::from_millis(1)).await;
+                        std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(e) => return Err(failed(format!("removing the cgroup {}", directory.display()), e)),
                 }
@@ -342,10 +403,16 @@ impl Hierarchies {
         Ok(names)
     }
 
-    /// Whether process `pid` is in one of the installation's groups.
+    /// Whether process `pid` is in one of the installation's groups; no, if there is no such process.
     pub(crate) fn holds(&self, pid: u32) -> Result<bool, PrivilegeError> {
         let path = format!("/proc/{pid}/cgroup");
-        let text = fs::read_to_string(&path).map_err(|e| failed(format!("reading {path}"), e))?;
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => {
+                return Ok(false);
+            }
+            Err(e) => return Err(failed(format!("reading {path}"), e)),
+        };
         // `ID:controllers:/path` a line; which hierarchy does not matter, for members cannot leave any.
         let parent = format!("/{}/", self.parent);
         Ok(text
@@ -356,6 +423,7 @@ impl Hierarchies {
 
     /// Removes the installation's own directories if no group is left in them.
     pub(crate) fn remove_parents(&self) {
+        let _alone = self.parents.lock().unwrap_or_else(PoisonError::into_inner);
         for hierarchy in &self.used {
             // Fails, rightly, while a group is left.
             fs::remove_dir(hierarchy.mount.join(&self.parent)).ok();
@@ -388,135 +456,7 @@ impl Hierarchies {
     }
 }
 
-/// Kills what is in one directory; answers how many members it still had.
-fn kill_members(directory: &Path) -> Result<usize, PrivilegeError> {
-    let members = match fs::read_to_string(directory.join("cgroup.procs")) {
-        Ok(members) => members,
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound) || e.raw_os_error() == Some(libc::ENODEV) => {
-            return Ok(0);
-        }
-        Err(e) => {
-            return Err(failed(
-                format!("reading the members of {}", directory.display()),
-                e,
-            ));
-        }
-    };
-    if members.is_empty() {
-        return Ok(0);
-    }
-    let at_once = directory.join("cgroup.kill");
-    if !at_once.exists() || fs::write(&at_once, "1").is_err() {
-        for pid in members
-            .lines()
-            .filter_map(|l| l.parse().ok())
-            .filter_map(Pid::from_raw)
-        {
-            // By pid and not by pidfd: membership was read this instant, and what forks meanwhile is seen in the
-            // next round.
-            rustix::process::kill_process(pid, rustix::process::Signal::KILL).ok();
-        }
-    }
-    Ok(members.lines().count())
-}
-
-/// Makes moving a process between cgroups cheap (0.4 ms instead of 5 to 20 ms, which are RCU grace periods) at the
-/// cost of slightly dearer forks: the kernel's mount option made for hosts that start many groups. Best effort; it
-/// acts on v1 hierarchies too. Linux ≥ 6.0.
-fn favour_moves(v2: &Path) {
-    let done = rustix::mount::mount_remount(v2, MountFlags::empty(), c"favordynmods");
-    if let Err(error) = done {
-        tracing::info!(%error, "cgroup moves stay slow: the mount option favordynmods was refused");
-    }
-}
-
-/// Enables controllers for the children of a v2 cgroup.
-fn enable(directory: &Path, controllers: &[&str]) -> Result<(), PrivilegeError> {
-    let enabled = fs::read_to_string(directory.join("cgroup.subtree_control")).unwrap_or_default();
-    for controller in controllers {
-        if !enabled.split_ascii_whitespace().any(|e| e == *controller) {
-            write(directory, "cgroup.subtree_control", &format!("+{controller}"))?;
-        }
-    }
-    Ok(())
-}
-
-/// Whether the directory is new.
-fn make_directory(path: &Path) -> io::Result<bool> {
-    match fs::create_dir(path) {
-        Ok(()) => Ok(true),
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-        Err(e) => Err(e),
-    }
-}
-
-fn write(directory: &Path, file: &str, value: &str) -> Result<(), PrivilegeError> {
-    let path = directory.join(file);
-    fs::write(&path, value).map_err(|e| failed(format!("writing {value} to {}", path.display()), e))
-}
-
-fn write_if_there(directory: &Path, file: &str, value: &str) -> Result<(), PrivilegeError> {
-    if directory.join(file).exists() {
-        write(directory, file, value)
-    } else {
-        Ok(())
-    }
-}
-
-fn read(directory: &Path, file: &str) -> Result<String, PrivilegeError> {
-    let path = directory.join(file);
-    fs::read_to_string(&path).map_err(|e| failed(format!("reading {}", path.display()), e))
-}
-
-fn number(directory: &Path, file: &str) -> Result<u64, PrivilegeError> {
-    Ok(read(directory, file)?.trim().parse().unwrap_or(0))
-}
-
-fn field(directory: &Path, file: &str, key: &str) -> Result<u64, PrivilegeError> {
-    let text = read(directory, file)?;
-    let value = text
-        .lines()
-        .find_map(|l| l.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok());
-    Ok(value.unwrap_or(0))
-}
-
-/// `mountinfo`: … 4 mount point … - 1 type 2 source 3 super options.
-fn mounts(text: &str) -> impl Iterator<Item = (&str, &str, &str)> {
-    text.lines().filter_map(|line| {
-        let (left, right) = line.split_once(" - ")?;
-        let mut right = right.split(' ');
-        let kind = right.next()?;
-        Some((left.split(' ').nth(4)?, kind, right.nth(1).unwrap_or_default()))
-    })
-}
-
-fn v2_mount(text: &str) -> Option<PathBuf> {
-    mounts(text)
-        .find(|(_, kind, _)| *kind == "cgroup2")
-        .map(|(at, ..)| PathBuf::from(at))
-}
-
-fn v1_mount(text: &str, controller: &str) -> Option<PathBuf> {
-    mounts(text)
-        .find(|(_, kind, options)| *kind == "cgroup" && options.split(',').any(|o| o == controller))
-        .map(|(at, ..)| PathBuf::from(at))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const HYBRID: &str = "\
-36 35 0:32 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
-37 35 0:33 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory
-41 35 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
-";
-
-    #[test]
-    fn hierarchies_are_found_with_and_without_optional_fields() {
-        assert_eq!(v2_mount(HYBRID), Some("/sys/fs/cgroup/unified".into()));
-        assert_eq!(v1_mount(HYBRID, "cpu"), Some("/sys/fs/cgroup/cpu,cpuacct".into()));
-        assert_eq!(v1_mount(HYBRID, "memory"), Some("/sys/fs/cgroup/memory".into()));
-        assert_eq!(v1_mount(HYBRID, "pids"), None);
-    }
+/// Takes an empty group away; one that is not there, or not empty, stays as it is.
+fn remove(directory: &Path) {
+    fs::remove_dir(directory).ok();
 }

@@ -32,7 +32,11 @@ struct Version {
 
 /// Digests by version of file.
 #[derive(Debug, Default)]
-pub(crate) struct Digests(Mutex<VecDeque<(Version, [u8; 32])>>);
+pub(crate) struct Digests {
+    known: Mutex<VecDeque<(Version, [u8; 32])>>,
+    /// Held while a file is read: many machines are adopted at once, and all run the same program.
+    reading: Mutex<()>,
+}
 
 impl Digests {
     /// SHA-256 of the program that process `pid` runs.
@@ -59,20 +63,24 @@ impl Digests {
             modified: (status.st_mtime, status.st_mtime_nsec),
             changed: (status.st_ctime, status.st_ctime_nsec),
         };
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = known
-            .iter()
-            .find(|(of, _)| *of == version)
-            .map(|(_, digest)| *digest);
-        drop(known);
-        if let Some(digest) = found {
+        if let Some(digest) = self.find(version) {
+            return Ok(digest);
+        }
+        let _alone = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(digest) = self.find(version) {
             return Ok(digest);
         }
         let digest = digest(&mut file).map_err(|e| failed(act(), e))?;
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.push_front((version, digest));
         known.truncate(REMEMBERED);
         Ok(digest)
+    }
+
+    fn find(&self, version: Version) -> Option<[u8; 32]> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = known.iter().find(|(of, _)| *of == version);
+        found.map(|(_, digest)| *digest)
     }
 }
 

@@ -208,6 +208,11 @@ impl Privileges for RecordingPrivileges {
             arguments,
             uid,
         })?;
+        if state.processes.values().any(|(of, _)| *of == name) {
+            return Err(PrivilegeError::Refused {
+                what: format!("a monitor runs in the group {name} already"),
+            });
+        }
         let pid = 1_000_000 + u32::try_from(state.acts.len()).unwrap_or(u32::MAX - 1_000_000);
         let (tell, exit) = watch::channel(None);
         state.processes.insert(pid, (name, tell));
@@ -231,7 +236,6 @@ impl Privileges for RecordingPrivileges {
                     executable: EXECUTABLE,
                     exit: exit.subscribe(),
                 },
-                executable: EXECUTABLE,
             }),
             None => Err(crate::process::gone(format!("adopting process {}", process.pid))),
         }

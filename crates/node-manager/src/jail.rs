@@ -117,9 +117,14 @@ pub(crate) struct Jail {
 }
 
 impl Jail {
-    /// Prepares a jail with these views.
-    pub(crate) fn new(empty: &Empty, views: &[View], program: &Path) -> Result<Self, PrivilegeError> {
-        let views = check(views)?;
+    /// Prepares a jail with these views; `owner` is whose directories may be among them.
+    pub(crate) fn new(
+        empty: &Empty,
+        views: &[View],
+        program: &Path,
+        owner: u32,
+    ) -> Result<Self, PrivilegeError> {
+        let views = check(views, owner)?;
         let make = || -> io::Result<Self> {
             let root = tmpfs()?;
             let mut maker = Maker {
@@ -275,7 +280,10 @@ impl Maker<'_> {
 }
 
 /// The views, each below those that contain it; or why they are refused.
-fn check(views: &[View]) -> Result<Vec<&View>, PrivilegeError> {
+///
+/// A directory must be the node's: of anybody else's, such as one that only root may pass through, it would show what the
+/// node itself cannot reach.
+fn check(views: &[View], owner: u32) -> Result<Vec<&View>, PrivilegeError> {
     let refuse = |what: String| Err(PrivilegeError::Refused { what });
     if views.len() > MOST_VIEWS {
         return refuse(format!("{} views, more than {MOST_VIEWS}", views.len()));
@@ -294,8 +302,16 @@ fn check(views: &[View]) -> Result<Vec<&View>, PrivilegeError> {
         if !allowed || !plain || bytes.len() > LONGEST_PATH || bytes.contains(&0) {
             return refuse(format!("nothing can be shown at {}", view.path.display()));
         }
-        match rustix::fs::fstat(&view.source).map(|s| FileType::from_raw_mode(s.st_mode)) {
-            Ok(FileType::RegularFile | FileType::Directory) => {}
+        let status = rustix::fs::fstat(&view.source);
+        match status.map(|s| (FileType::from_raw_mode(s.st_mode), s.st_uid)) {
+            Ok((FileType::RegularFile, _)) => {}
+            Ok((FileType::Directory, uid)) if uid == owner => {}
+            Ok((FileType::Directory, uid)) => {
+                return refuse(format!(
+                    "the directory to be shown at {} belongs to user {uid}",
+                    view.path.display()
+                ));
+            }
             _ => {
                 return refuse(format!(
                     "what is to be shown at {} is no file or directory",
@@ -404,12 +420,28 @@ mod tests {
             "//a",
             "/../a",
         ] {
-            assert!(check(&[view(bad, "/usr")]).is_err(), "{bad}");
+            assert!(check(&[view(bad, "/usr")], 0).is_err(), "{bad}");
         }
-        assert!(check(&[view("/a", "/dev/null")]).is_err(), "a device");
-        assert!(check(&[view("/a", "/usr"), view("/a", "/usr")]).is_err(), "twice");
+        assert!(check(&[view("/a", "/dev/null")], 0).is_err(), "a device");
+        assert!(
+            check(&[view("/a", "/usr"), view("/a", "/usr")], 0).is_err(),
+            "twice"
+        );
         let many = (0..=MOST_VIEWS).map(|n| view(&format!("/v/{n}"), "/usr"));
-        assert!(check(&many.collect::<Vec<_>>()).is_err(), "too many");
+        assert!(check(&many.collect::<Vec<_>>(), 0).is_err(), "too many");
+    }
+
+    #[test]
+    fn a_directory_is_shown_only_if_it_is_the_nodes() {
+        assert!(check(&[view("/a", "/usr")], 0).is_ok());
+        let views = [view("/a", "/usr")];
+        let outcome = check(&views, 40_331);
+        assert!(
+            matches!(outcome, Err(PrivilegeError::Refused { .. })),
+            "{outcome:?}"
+        );
+        // A file is no way to others.
+        assert!(check(&[view("/a", "/usr/bin/env")], 40_331).is_ok());
     }
 
     #[test]
@@ -420,7 +452,7 @@ mod tests {
             view("/a-b", "/usr"),
             view("/a/b", "/usr"),
         ];
-        let order = check(&views).unwrap();
+        let order = check(&views, 0).unwrap();
         let order = order.iter().map(|v| v.path.to_str().unwrap()).collect::<Vec<_>>();
         assert_eq!(order, ["/a", "/a/b", "/a/b/c", "/a-b"]);
     }

@@ -15,6 +15,7 @@ pub mod fake;
 mod files;
 mod jail;
 pub mod local;
+mod lock;
 mod network;
 mod packets;
 pub mod privileges;

@@ -5,15 +5,15 @@ use std::{
     io,
     ops::RangeInclusive,
     os::fd::{AsFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
 };
 
 use async_trait::async_trait;
 use fs_err as fs;
 use rustix::{
-    fs::{FlockOperation, Mode, OFlags},
-    process::{WaitId, WaitIdOptions},
+    fs::{Mode, OFlags},
+    process::{Pid, Signal, WaitId, WaitIdOptions},
 };
 use tokio::{
     io::unix::AsyncFd,
@@ -26,12 +26,9 @@ use crate::{
     Privileges, ProcessIdentity, Spawned, SweepReport, VmmProcess,
     cgroup::Hierarchies,
     executable::Digests,
-    failed, files, jail, network, process,
+    failed, files, jail, lock, network, process,
     spawn::{self, Walls},
 };
-
-/// How long a lock may be held by what is left of a node that was killed.
-const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// How much a process is shut in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -75,20 +72,21 @@ impl Default for LocalOptions {
 
 /// Performs the acts itself; the process must be root and the calls be made on a tokio runtime with I/O enabled.
 ///
-/// Objects of one installation belong to one such value: a lock in its run directory keeps a second one away, which
+/// Objects of one installation belong to one such value: a lock that only root can take keeps a second one away, which
 /// would otherwise sweep the first one's machines. Dropping it ends nothing that it has made; only nobody learns any
 /// more how a process ends.
 #[derive(Debug)]
 pub struct LocalPrivileges {
-    /// `space-<installation>-`.
-    prefix: String,
     options: LocalOptions,
+    networks: Arc<network::Networks>,
     groups: Arc<Hierarchies>,
     digests: Arc<Digests>,
     empty: Arc<jail::Empty>,
     watchers: Mutex<Watchers>,
+    /// Groups that a monitor is being started in.
+    starting: Mutex<BTreeSet<ObjectName>>,
     /// Held for as long as this value lives.
-    _lock: OwnedFd,
+    _lock: lock::Lock,
 }
 
 /// Who waits for the ends of processes.
@@ -147,16 +145,17 @@ impl LocalPrivileges {
         let run_directory = run_directory.into();
         fs::create_dir_all(&run_directory)
             .map_err(|e| failed(format!("making {}", run_directory.display()), e))?;
-        let lock = lock(&run_directory.join(format!("node-manager-{installation}.lock")))?;
-        network::prepare()?;
+        let lock = lock::Lock::take(installation)?;
+        let networks = network::Networks::new(format!("space-{installation}-"))?;
         Ok(Self {
-            prefix: format!("space-{installation}-"),
+            networks: networks.into(),
             empty: jail::Empty::new()?.into(),
             groups: Hierarchies::detect(format!("space-{installation}"), options.data_directory.as_deref())?
                 .into(),
             options,
             digests: Arc::default(),
             watchers: Mutex::default(),
+            starting: Mutex::default(),
             _lock: lock,
         })
     }
@@ -170,25 +169,23 @@ impl LocalPrivileges {
                 .filter_map(|n| ObjectName::new(&n).ok())
                 .collect()
         };
-        Ok((valid(self.groups.list()?), valid(network::list(&self.prefix)?)))
+        Ok((valid(self.groups.list()?), valid(self.networks.list()?)))
     }
 
     /// Memory, pagemap and map of a process of this installation.
-    pub(crate) fn open_memory_files(&self, process: ProcessIdentity) -> Result<[OwnedFd; 3], PrivilegeError> {
-        self.require_own(process)?;
-        process::open_memory(process)
-    }
-
-    /// Refuses a process that lives and is in no group of this installation.
-    fn require_own(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
-        let lives = || process::start_ticks(process.pid) == Some(process.start_ticks);
-        // In this order: who is gone in between is not told to be a stranger.
-        if lives() && !self.groups.holds(process.pid).unwrap_or(false) && lives() {
-            return Err(PrivilegeError::Refused {
-                what: format!("process {} is in no group of this installation", process.pid),
-            });
-        }
-        Ok(())
+    pub(crate) async fn open_memory_files(
+        &self,
+        process: ProcessIdentity,
+    ) -> Result<[OwnedFd; 3], PrivilegeError> {
+        let groups = self.groups.clone();
+        blocking(move || match own(&groups, process)? {
+            Some(_) => process::open_memory(process),
+            None => Err(process::gone(format!(
+                "opening the memory of process {}",
+                process.pid
+            ))),
+        })
+        .await
     }
 
     fn check_user(&self, uid: u32) -> Result<(), PrivilegeError> {
@@ -226,21 +223,23 @@ impl LocalPrivileges {
         Ok(exit)
     }
 
-    fn namespace(&self, name: &ObjectName) -> String {
-        format!("{}{name}", self.prefix)
+    /// Kills what is left in a group and removes it. Answers how many processes there were.
+    async fn delete(&self, name: ObjectName) -> Result<usize, PrivilegeError> {
+        let groups = self.groups.clone();
+        blocking(move || groups.delete(&name)).await
     }
 }
 
 #[async_trait]
 impl Privileges for LocalPrivileges {
     async fn create_network(&self, name: &ObjectName) -> Result<Network, PrivilegeError> {
-        let name = self.namespace(name);
-        blocking(move || network::create(&name)).await
+        let (networks, name) = (self.networks.clone(), name.clone());
+        blocking(move || networks.create(&name)).await
     }
 
     async fn delete_network(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
-        let name = self.namespace(name);
-        blocking(move || network::delete(&name)).await
+        let (networks, name) = (self.networks.clone(), name.clone());
+        blocking(move || networks.delete(&name)).await
     }
 
     async fn create_group(&self, name: &ObjectName, limits: &GroupLimits) -> Result<Group, PrivilegeError> {
@@ -254,11 +253,12 @@ impl Privileges for LocalPrivileges {
     }
 
     async fn kill_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
-        self.groups.kill(name).await.map(drop)
+        let (groups, name) = (self.groups.clone(), name.clone());
+        blocking(move || groups.kill(&name).map(drop)).await
     }
 
     async fn delete_group(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
-        self.groups.delete(name).await.map(drop)
+        self.delete(name.clone()).await.map(drop)
     }
 
     async fn set_group_weight(&self, name: &ObjectName, cpu_weight: u64) -> Result<(), PrivilegeError> {
@@ -274,27 +274,38 @@ impl Privileges for LocalPrivileges {
     }
 
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError> {
-        let membership = self.groups.membership_files(&process.name);
-        if let Some(namespace) = &process.network_namespace
-            && !network::holds(&self.prefix, namespace)?
-        {
-            return Err(PrivilegeError::Refused {
-                what: format!("{} is not to run in a network of this installation", process.name),
-            });
-        }
         self.check_user(process.uid)?;
+        let _starting = Starting::new(&self.starting, &process.name)?;
         let (digests, empty) = (self.digests.clone(), self.empty.clone());
+        let (groups, networks) = (self.groups.clone(), self.networks.clone());
+        let owner = self.options.owner;
         let (jailed, filter) = match self.options.confinement {
             Confinement::Full => (true, true),
             Confinement::DangerUnfiltered => (true, false),
             Confinement::DangerNone => (!process.views.is_empty(), !process.views.is_empty()),
         };
         let (started, executable) = blocking(move || {
+            if let Some(namespace) = &process.network_namespace
+                && !networks.holds(namespace)?
+            {
+                return Err(PrivilegeError::Refused {
+                    what: format!("{} is not to run in a network of this installation", process.name),
+                });
+            }
+            // A monitor that is being started shares this process's memory. If the group ran out of memory now, for what
+            // another in it takes, the kernel would end them all, and this process with them.
+            if groups.has_members(&process.name)? {
+                return Err(PrivilegeError::Refused {
+                    what: format!("a monitor runs in the group {} already", process.name),
+                });
+            }
+            let membership = groups.membership_files(&process.name);
             // Before it runs: afterwards it may be gone already.
             let executable = digests.of_file(&process.program)?;
             let walls = Walls {
                 jail: jailed.then_some(&*empty),
                 filter,
+                owner,
             };
             Ok((spawn::spawn(process, &membership, &walls)?, executable))
         })
@@ -306,29 +317,35 @@ impl Privileges for LocalPrivileges {
                 exit,
             }),
             Err(error) => {
-                process::kill(started.identity)?;
+                // Nobody would know of it. A child that nobody has waited for keeps its number.
+                if let Some(pid) = i32::try_from(started.identity.pid).ok().and_then(Pid::from_raw) {
+                    rustix::process::kill_process(pid, Signal::KILL).ok();
+                }
                 Err(error)
             }
         }
     }
 
     async fn adopt(&self, process: ProcessIdentity) -> Result<Adopted, PrivilegeError> {
-        let act = || format!("adopting process {}", process.pid);
-        let pidfd = process::open(process)?.ok_or_else(|| process::gone(act()))?;
-        self.require_own(process)?;
-        let digests = self.digests.clone();
-        let executable = blocking(move || digests.of_process(process.pid)).await?;
-        // Still the same one, so all that was learnt is about it.
-        if process::start_ticks(process.pid) != Some(process.start_ticks) {
-            return Err(process::gone(act()));
-        }
+        let (groups, digests) = (self.groups.clone(), self.digests.clone());
+        let (pidfd, executable) = blocking(move || {
+            let gone = || process::gone(format!("adopting process {}", process.pid));
+            let pidfd = own(&groups, process)?.ok_or_else(gone)?;
+            let executable = digests.of_process(process.pid)?;
+            // Still the same one, so all that was learnt is about it.
+            if process::is_same(process)? {
+                Ok((pidfd, executable))
+            } else {
+                Err(gone())
+            }
+        })
+        .await?;
         Ok(Adopted {
             spawned: Spawned {
                 identity: process,
                 executable,
                 exit: self.watch(process, pidfd)?,
             },
-            executable,
         })
     }
 
@@ -338,12 +355,16 @@ impl Privileges for LocalPrivileges {
     }
 
     async fn kill(&self, process: ProcessIdentity) -> Result<(), PrivilegeError> {
-        self.require_own(process)?;
-        process::kill(process)
+        let groups = self.groups.clone();
+        blocking(move || match own(&groups, process)? {
+            Some(held) => process::kill(process, held),
+            None => Ok(()),
+        })
+        .await
     }
 
     async fn open_memory(&self, process: ProcessIdentity) -> Result<MachineMemory, PrivilegeError> {
-        let [memory, pagemap, maps] = self.open_memory_files(process)?;
+        let [memory, pagemap, maps] = self.open_memory_files(process).await?;
         let maps = process::read_maps(maps)
             .map_err(|e| failed(format!("reading the map of process {}", process.pid), e))?;
         Ok(MachineMemory {
@@ -357,15 +378,65 @@ impl Privileges for LocalPrivileges {
         let (groups, networks) = self.names()?;
         let mut report = SweepReport::default();
         for name in groups.difference(keep) {
-            report.processes += self.groups.delete(name).await?;
+            report.processes += self.delete(name.clone()).await?;
             report.groups += 1;
         }
         for name in networks.difference(keep) {
             self.delete_network(name).await?;
             report.networks += 1;
         }
-        self.groups.remove_parents();
-        Ok(report)
+        let groups = self.groups.clone();
+        blocking(move || {
+            groups.remove_parents();
+            Ok(report)
+        })
+        .await
+    }
+}
+
+/// A pidfd of a process of this installation that lives; `None` if it is gone, and an error if it is somebody else's.
+fn own(groups: &Hierarchies, process: ProcessIdentity) -> Result<Option<OwnedFd>, PrivilegeError> {
+    let look =
+        || process::stat(process.pid).map_err(|e| failed(format!("looking at process {}", process.pid), e));
+    let Some(held) = process::open(process)? else {
+        return Ok(None);
+    };
+    let is_ours = groups.holds(process.pid)?;
+    match look()? {
+        // Who is gone in between is not told to be a stranger; nor is who is going, and has left its groups.
+        Some(stat) if stat.start_ticks == process.start_ticks && is_ours => Ok(Some(held)),
+        Some(stat) if stat.start_ticks == process.start_ticks && !stat.exiting => {
+            Err(PrivilegeError::Refused {
+                what: format!("process {} is in no group of this installation", process.pid),
+            })
+        }
+        _ => Ok(None),
+    }
+}
+
+/// A group that a monitor is being started in: one at a time.
+struct Starting<'a> {
+    all: &'a Mutex<BTreeSet<ObjectName>>,
+    name: ObjectName,
+}
+
+impl<'a> Starting<'a> {
+    fn new(all: &'a Mutex<BTreeSet<ObjectName>>, name: &ObjectName) -> Result<Self, PrivilegeError> {
+        let mut names = all.lock().unwrap_or_else(PoisonError::into_inner);
+        if !names.insert(name.clone()) {
+            return Err(PrivilegeError::Refused {
+                what: format!("a monitor is being started in the group {name} already"),
+            });
+        }
+        let name = name.clone();
+        Ok(Self { all, name })
+    }
+}
+
+impl Drop for Starting<'_> {
+    fn drop(&mut self) {
+        let mut names = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        names.remove(&self.name);
     }
 }
 
@@ -406,36 +477,6 @@ fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut poll = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
     let none = rustix::time::Timespec::default();
     matches!(rustix::event::poll(&mut poll, Some(&none)), Ok(1))
-}
-
-fn lock(path: &Path) -> Result<OwnedFd, PrivilegeError> {
-    let act = || format!("locking {}", path.display());
-    let file = rustix::fs::open(
-        path,
-        OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW,
-        Mode::RUSR | Mode::WUSR,
-    )
-    .map_err(|e| failed(act(), e))?;
-    // A child of a killed node holds a copy of its lock between `clone` and `execve`. Waiting for that also makes sure
-    // that it is in its group by the time of the first sweep.
-    let give_up = std::time::Instant::now() + LOCK_PATIENCE;
-    loop {
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(file),
-            Err(rustix::io::Errno::WOULDBLOCK) if std::time::Instant::now() < give_up => {
-                std::thread::sleep(std::time::Duration::from_millis(5));
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                return Err(PrivilegeError::Refused {
-                    what: format!(
-                        "another node of this installation is running: it holds {}",
-                        path.display()
-                    ),
-                });
-            }
-            Err(e) => return Err(failed(act(), e)),
-        }
-    }
 }
 
 /// Runs an act that blocks for up to a few milliseconds off the runtime's workers.

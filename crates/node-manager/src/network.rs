@@ -4,10 +4,12 @@
 //! It is kept by a bind mount in `/run/netns`, where `ip netns` shows it and a sweep finds it by name.
 
 use std::{
+    collections::BTreeMap,
     ffi::CStr,
     io,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use fs_err as fs;
@@ -18,7 +20,7 @@ use rustix::{
     thread::UnshareFlags,
 };
 
-use crate::{Network, PrivilegeError, failed};
+use crate::{Network, ObjectName, PrivilegeError, failed};
 
 /// Where namespaces are kept; the place `ip netns` uses.
 const DIRECTORY: &str = "/run/netns";
@@ -26,74 +28,113 @@ const DIRECTORY: &str = "/run/netns";
 /// Name of the tap inside each namespace.
 const TAP: &CStr = c"tap0";
 
-/// Makes [`DIRECTORY`] a shared mount point, so that unmounting a namespace reaches every mount namespace of the host.
-pub(crate) fn prepare() -> Result<(), PrivilegeError> {
-    fs::create_dir_all(DIRECTORY).map_err(|e| failed("making /run/netns", e))?;
-    let shared = MountPropagationFlags::SHARED | MountPropagationFlags::REC;
-    if rustix::mount::mount_change(DIRECTORY, shared).is_err() {
-        rustix::mount::mount_bind_recursive(DIRECTORY, DIRECTORY)
-            .and_then(|()| rustix::mount::mount_change(DIRECTORY, shared))
-            .map_err(|e| failed("making /run/netns a shared mount", e))?;
-    }
-    Ok(())
+/// Device and inode of a namespace.
+type Id = (u64, u64);
+
+/// The namespaces of an installation.
+#[derive(Debug)]
+pub(crate) struct Networks {
+    /// `space-<installation>-`.
+    prefix: String,
+    /// Those made by this process, so that one is found again without looking at all there are.
+    made: Mutex<BTreeMap<Id, ObjectName>>,
 }
 
-/// Makes the namespace called `name` with its tap up; a leftover of the same name is removed first.
-pub(crate) fn create(name: &str) -> Result<Network, PrivilegeError> {
-    let path = Path::new(DIRECTORY).join(name);
-    if path.exists() {
-        delete(name)?;
-    }
-    let maker = std::thread::Builder::new()
-        .name("space-netns".to_owned())
-        .stack_size(128 * 1024)
-        .spawn(move || {
-            let made = create_here(&path);
-            if made.is_err() {
-                remove(&path).ok();
-            }
-            made
-        })
-        .map_err(|e| failed("starting a thread", e))?;
-    maker.join().map_err(|_| {
-        failed(
-            "making a namespace",
-            io::Error::other("the helper thread panicked"),
-        )
-    })?
-}
-
-/// Unmounts and unlinks the namespace; the kernel destroys it once nothing uses it any more.
-pub(crate) fn delete(name: &str) -> Result<(), PrivilegeError> {
-    let path = Path::new(DIRECTORY).join(name);
-    remove(&path).map_err(|e| failed(format!("removing {}", path.display()), e))
-}
-
-/// Names of all namespaces that begin with `prefix`, without it.
-pub(crate) fn list(prefix: &str) -> Result<Vec<String>, PrivilegeError> {
-    let entries = match fs::read_dir(DIRECTORY) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(failed("listing /run/netns", e)),
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|e| failed("listing /run/netns", e))?;
-        if let Some(name) = entry.file_name().to_str().and_then(|n| n.strip_prefix(prefix)) {
-            names.push(name.to_owned());
+impl Networks {
+    /// Makes [`DIRECTORY`] a shared mount point, so that unmounting a namespace reaches every mount namespace of the host.
+    pub(crate) fn new(prefix: String) -> Result<Self, PrivilegeError> {
+        fs::create_dir_all(DIRECTORY).map_err(|e| failed("making /run/netns", e))?;
+        let shared = MountPropagationFlags::SHARED | MountPropagationFlags::REC;
+        if rustix::mount::mount_change(DIRECTORY, shared).is_err() {
+            rustix::mount::mount_bind_recursive(DIRECTORY, DIRECTORY)
+                .and_then(|()| rustix::mount::mount_change(DIRECTORY, shared))
+                .map_err(|e| failed("making /run/netns a shared mount", e))?;
         }
+        Ok(Self {
+            prefix,
+            made: Mutex::default(),
+        })
     }
-    Ok(names)
+
+    /// Makes a namespace with its tap up; a leftover of the same name is removed first.
+    pub(crate) fn create(&self, name: &ObjectName) -> Result<Network, PrivilegeError> {
+        let path = self.path(name.as_str());
+        if path.exists() {
+            self.delete(name)?;
+        }
+        let maker = std::thread::Builder::new()
+            .name("space-netns".to_owned())
+            .stack_size(128 * 1024)
+            .spawn(move || {
+                let made = create_here(&path);
+                if made.is_err() {
+                    remove(&path).ok();
+                }
+                made
+            })
+            .map_err(|e| failed("starting a thread", e))?;
+        let network = maker.join().map_err(|_| {
+            failed(
+                "making a namespace",
+                io::Error::other("the helper thread panicked"),
+            )
+        })??;
+        self.made().insert(id(&network.namespace)?, name.clone());
+        Ok(network)
+    }
+
+    /// Unmounts and unlinks the namespace; the kernel destroys it once nothing uses it any more.
+    pub(crate) fn delete(&self, name: &ObjectName) -> Result<(), PrivilegeError> {
+        let path = self.path(name.as_str());
+        self.made().retain(|_, of| of != name);
+        remove(&path).map_err(|e| failed(format!("removing {}", path.display()), e))
+    }
+
+    /// Names of all namespaces of the installation.
+    pub(crate) fn list(&self) -> Result<Vec<String>, PrivilegeError> {
+        let entries = match fs::read_dir(DIRECTORY) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(failed("listing /run/netns", e)),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| failed("listing /run/netns", e))?;
+            let file = entry.file_name();
+            if let Some(name) = file.to_str().and_then(|n| n.strip_prefix(&self.prefix)) {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    /// Whether a descriptor is of a namespace of the installation.
+    pub(crate) fn holds(&self, namespace: &OwnedFd) -> Result<bool, PrivilegeError> {
+        let wanted = id(namespace)?;
+        let is = |name: &str| {
+            rustix::fs::stat(self.path(name)).is_ok_and(|found| (found.st_dev, found.st_ino) == wanted)
+        };
+        let known = self.made().get(&wanted).cloned();
+        // Looked at all the same: it may have been removed by somebody else.
+        if known.is_some_and(|name| is(name.as_str())) {
+            return Ok(true);
+        }
+        // One that an earlier node manager made.
+        Ok(self.list()?.iter().any(|name| is(name)))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        Path::new(DIRECTORY).join(format!("{}{name}", self.prefix))
+    }
+
+    fn made(&self) -> MutexGuard<'_, BTreeMap<Id, ObjectName>> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// Whether a descriptor is of a namespace whose name begins with `prefix`.
-pub(crate) fn holds(prefix: &str, namespace: &OwnedFd) -> Result<bool, PrivilegeError> {
-    let id = |status: rustix::fs::Stat| (status.st_dev, status.st_ino);
-    let wanted = rustix::fs::fstat(namespace).map_err(|e| failed("looking at a network namespace", e))?;
-    Ok(list(prefix)?.into_iter().any(|name| {
-        let path = Path::new(DIRECTORY).join(format!("{prefix}{name}"));
-        rustix::fs::stat(path).is_ok_and(|found| id(found) == id(wanted))
-    }))
+fn id(namespace: &OwnedFd) -> Result<Id, PrivilegeError> {
+    let status = rustix::fs::fstat(namespace).map_err(|e| failed("looking at a network namespace", e))?;
+    Ok((status.st_dev, status.st_ino))
 }
 
 fn remove(path: &Path) -> io::Result<()> {

@@ -14,8 +14,8 @@ use rustix::net::{
 use tokio::io::{Interest, unix::AsyncFd};
 
 /// Largest message, bytes. A command line of a monitor has three thousand; the names that a sweep keeps are at most
-/// [`crate::protocol::MOST_MACHINES`] of 35.
-pub(crate) const LARGEST: usize = 64 * 1024;
+/// [`crate::protocol::MOST_KEPT`] of 35. A socket's usual buffer takes one of that size whole.
+pub(crate) const LARGEST: usize = 128 * 1024;
 
 /// Most descriptors of one message: a monitor gets five and a log, a network and its views.
 pub(crate) const MOST_DESCRIPTORS: usize = 32;

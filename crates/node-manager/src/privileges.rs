@@ -235,10 +235,8 @@ pub struct Spawned {
 /// A VMM that was started earlier, and is watched again.
 #[derive(Debug)]
 pub struct Adopted {
-    /// The process as [`Privileges::spawn`] would have told it.
+    /// The process as [`Privileges::spawn`] would have told it, the digest of its program read anew.
     pub spawned: Spawned,
-    /// SHA-256 of the program it runs, read anew.
-    pub executable: [u8; 32],
 }
 
 /// Descriptors of a running machine's memory, usable by an unprivileged process.
@@ -292,7 +290,8 @@ pub trait Privileges: Send + Sync + fmt::Debug {
     /// caller or one of the installation's users. Idempotent.
     async fn give_file(&self, file: OwnedFd, uid: u32) -> Result<(), PrivilegeError>;
 
-    /// Starts the process in its group, namespace and identity, without new privileges and without capabilities.
+    /// Starts the process in its group, namespace and identity, without new privileges and without capabilities. Refused
+    /// while another process is in the group.
     async fn spawn(&self, process: VmmProcess) -> Result<Spawned, PrivilegeError>;
 
     /// Watches a process that was started earlier, perhaps by another node manager, if it is still the same one and

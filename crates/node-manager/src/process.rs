@@ -1,8 +1,10 @@
 //! Processes that are told apart by more than their pid.
 
-use std::{io, os::fd::OwnedFd};
+use std::{
+    fs, io,
+    os::fd::{AsFd, OwnedFd},
+};
 
-use fs_err as fs;
 use rustix::{
     fs::{Mode, OFlags},
     process::{Pid, PidfdFlags, Signal},
@@ -10,12 +12,57 @@ use rustix::{
 
 use crate::{PrivilegeError, ProcessIdentity, failed, jail};
 
-/// Start time of a process, clock ticks since boot; `None` if there is no such process.
-pub(crate) fn start_ticks(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+/// `PF_EXITING` of the kernel: it is on its way out and has left its groups.
+const EXITING: u64 = 0x4;
+
+/// What the kernel says of a process.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stat {
+    /// Start time, clock ticks since boot.
+    pub(crate) start_ticks: u64,
+    /// Whether it is ending, or has ended and waits to be reaped.
+    pub(crate) exiting: bool,
+}
+
+/// Looks at a process; `None` if there is none of that number. An error says nothing about the process.
+pub(crate) fn stat(pid: u32) -> io::Result<Option<Stat>> {
+    let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        Err(error) if is_absence(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
     // The second field is the program's name in parentheses and may hold anything, so count from the last one.
-    let (_, rest) = stat.rsplit_once(')')?;
-    rest.split_ascii_whitespace().nth(19)?.parse().ok()
+    let field = |number: usize| {
+        let (_, rest) = stat.rsplit_once(')')?;
+        rest.split_ascii_whitespace().nth(number - 3)?.parse::<u64>().ok()
+    };
+    match (field(9), field(22)) {
+        (Some(flags), Some(start_ticks)) => Ok(Some(Stat {
+            start_ticks,
+            exiting: flags & EXITING != 0,
+        })),
+        _ => Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("/proc/{pid}/stat is of an unknown form"),
+        )),
+    }
+}
+
+/// Start time of a process, clock ticks since boot; `None` if there is no such process.
+pub(crate) fn start_ticks(pid: u32) -> io::Result<Option<u64>> {
+    Ok(stat(pid)?.map(|stat| stat.start_ticks))
+}
+
+/// Whether an error of a file in `/proc/PID` says that the process is gone.
+fn is_absence(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
+}
+
+/// Whether `process` is still the same. An error is not taken for its end.
+pub(crate) fn is_same(process: ProcessIdentity) -> Result<bool, PrivilegeError> {
+    let found =
+        start_ticks(process.pid).map_err(|e| failed(format!("looking at process {}", process.pid), e))?;
+    Ok(found == Some(process.start_ticks))
 }
 
 /// A pidfd, if the process is still the same.
@@ -29,14 +76,11 @@ pub(crate) fn open(process: ProcessIdentity) -> Result<Option<OwnedFd>, Privileg
         Err(e) => return Err(failed(format!("opening process {}", process.pid), e)),
     };
     // In this order: if the start time is right now, then the pidfd opened before was of that process.
-    Ok((start_ticks(process.pid) == Some(process.start_ticks)).then_some(pidfd))
+    Ok(is_same(process)?.then_some(pidfd))
 }
 
-/// Kills the process if it is still the same; a process that is gone counts as killed.
-pub(crate) fn kill(process: ProcessIdentity) -> Result<(), PrivilegeError> {
-    let Some(pidfd) = open(process)? else {
-        return Ok(());
-    };
+/// Kills the process of a pidfd; one that is gone counts as killed.
+pub(crate) fn kill(process: ProcessIdentity, pidfd: impl AsFd) -> Result<(), PrivilegeError> {
     match rustix::process::pidfd_send_signal(pidfd, Signal::KILL) {
         Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
         Err(e) => Err(failed(format!("killing process {}", process.pid), e)),
@@ -49,28 +93,55 @@ pub(crate) fn gone(act: String) -> PrivilegeError {
 }
 
 /// Opens memory, pagemap and map of the process if it is still the same.
+///
+/// Between its making and its program's start a monitor shares the memory of this process (see `spawn`). It has this
+/// process's program for just as long: the kernel changes both in one step, and never back.
 pub(crate) fn open_memory(process: ProcessIdentity) -> Result<[OwnedFd; 3], PrivilegeError> {
     let pid = process.pid;
-    let gone = || gone(format!("opening the memory of process {pid}"));
-    let pidfd = open(process)?.ok_or_else(gone)?;
+    let act = || format!("opening the memory of process {pid}");
+    refuse_own_program(pid)?;
     let open = |file: &str, flags| {
         rustix::fs::open(
             format!("/proc/{pid}/{file}"),
             flags | OFlags::CLOEXEC,
             Mode::empty(),
         )
-        .map_err(|e| failed(format!("opening /proc/{pid}/{file}"), e))
+        .map_err(|e| match io::Error::from(e) {
+            error if is_absence(&error) => gone(act()),
+            error => failed(format!("opening /proc/{pid}/{file}"), error),
+        })
     };
     let memory = open("mem", OFlags::RDWR)?;
     let pagemap = open("pagemap", OFlags::RDONLY)?;
     // Who may read it is decided now, so the reader need not be root.
     let maps = open("maps", OFlags::RDONLY)?;
-    drop(pidfd);
-    // Still the same: so the pid was not reused while the files were opened.
-    if start_ticks(pid) == Some(process.start_ticks) {
+    // Still the same: so the pid was not reused while the files were opened, and it was of the program looked at.
+    let same = is_same(process)?;
+    refuse_own_program(pid)?;
+    if same {
         Ok([memory, pagemap, maps])
     } else {
-        Err(gone())
+        Err(gone(act()))
+    }
+}
+
+/// Refuses a process that runs this process's program, and with it perhaps in this process's memory.
+fn refuse_own_program(pid: u32) -> Result<(), PrivilegeError> {
+    let program = |of: String| {
+        rustix::fs::stat(&of)
+            .map_err(io::Error::from)
+            .map(|s| (s.st_dev, s.st_ino))
+    };
+    let own =
+        program("/proc/self/exe".to_owned()).map_err(|e| failed("looking at the program that runs", e))?;
+    match program(format!("/proc/{pid}/exe")) {
+        Ok(other) if other != own => Ok(()),
+        Ok(_) => Err(PrivilegeError::Refused {
+            what: format!("process {pid} does not run a monitor"),
+        }),
+        // One that is ending has no memory any more.
+        Err(error) if is_absence(&error) => Err(gone(format!("opening the memory of process {pid}"))),
+        Err(error) => Err(failed(format!("looking at the program of process {pid}"), error)),
     }
 }
 

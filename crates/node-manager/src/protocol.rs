@@ -25,8 +25,11 @@ use crate::{
 /// them has not been restarted after an upgrade.
 pub const VERSION: u32 = 1;
 
-/// Most names that a sweep keeps.
+/// Most machines of an installation, the ones made ahead and the one of a template being built included.
 pub const MOST_MACHINES: usize = 1024;
+
+/// Most names that a sweep keeps: of each machine its own and its network's, and networks made ahead.
+pub const MOST_KEPT: usize = 3 * MOST_MACHINES;
 
 /// Most arguments of a monitor, and the most bytes of them all.
 const MOST_ARGUMENTS: usize = 512;
@@ -214,7 +217,7 @@ pub fn parse_request(bytes: &[u8]) -> Result<Request, ProtocolError> {
             }
         }
         Call::SetGroupWeight { weight, .. } if !WEIGHT.contains(weight) => return outside("CPU"),
-        Call::Sweep { keep } if keep.len() > MOST_MACHINES => return outside("names to keep"),
+        Call::Sweep { keep } if keep.len() > MOST_KEPT => return outside("names to keep"),
         Call::Spawn(call) => {
             let bytes = call.arguments.iter().map(String::len).sum::<usize>();
             if call.arguments.len() > MOST_ARGUMENTS || bytes > ARGUMENT_BYTES {

@@ -34,7 +34,7 @@ use crate::{
     Privileges, ProcessIdentity, Spawned, SweepReport, View, VmmProcess,
     packets::{Packet, Packets},
     process,
-    protocol::{Call, Done, MOST_MACHINES, Reply, Request, SpawnCall, VERSION},
+    protocol::{Call, Done, MOST_KEPT, Reply, Request, SpawnCall, VERSION},
 };
 
 /// How long a call waits for a node manager: one that was killed is started again within a second.
@@ -345,29 +345,50 @@ impl Shared {
         }
     }
 
-    /// Asks a new node manager to watch what the one before it watched.
+    /// Asks a new node manager to watch what the one before it watched. A process that cannot be watched now is asked for
+    /// again: only one that is known to be gone has ended.
     async fn adopt_again(&self, connection: &Connection) {
-        let processes = locked(&self.watched).keys().copied().collect::<Vec<_>>();
-        for process in processes {
-            let id = self.next.fetch_add(1, Ordering::Relaxed);
-            let call = Call::Adopt { process };
-            let Ok(message) = serde_json::to_vec(&Request::Request { id, call }) else {
-                continue;
-            };
-            match connection.ask(id, &message, &[]).await {
-                Ok(Answer { outcome: Ok(_), .. }) => {}
-                Ok(Answer {
-                    outcome: Err(error), ..
-                }) => {
-                    // It ended while nobody watched.
-                    tracing::info!(pid = process.pid, %error, "a monitor is gone");
-                    self.exited(process, ExitStatus::Unknown);
+        let mut left = locked(&self.watched).keys().copied().collect::<Vec<_>>();
+        let mut pause = FIRST_PAUSE;
+        while !left.is_empty() {
+            let mut again = Vec::new();
+            for process in left {
+                let id = self.next.fetch_add(1, Ordering::Relaxed);
+                let call = Call::Adopt { process };
+                let Ok(message) = serde_json::to_vec(&Request::Request { id, call }) else {
+                    continue;
+                };
+                match connection.ask(id, &message, &[]).await {
+                    Ok(Answer { outcome: Ok(_), .. }) => {}
+                    Ok(Answer {
+                        outcome: Err(error), ..
+                    }) if is_gone(&error) => {
+                        // It ended while nobody watched.
+                        tracing::info!(pid = process.pid, "a monitor is gone");
+                        self.exited(process, ExitStatus::Unknown);
+                    }
+                    Ok(Answer {
+                        outcome: Err(error), ..
+                    }) => {
+                        tracing::warn!(pid = process.pid, %error, "a monitor is not watched yet");
+                        again.push(process);
+                    }
+                    // The connection is lost again, and all will be asked anew.
+                    Err(_) => return,
                 }
-                // The connection is lost again, and all will be asked anew.
-                Err(_) => return,
+            }
+            left = again;
+            if !left.is_empty() {
+                sleep(pause).await;
+                pause = (pause * 2).min(PATIENCE);
             }
         }
     }
+}
+
+/// Whether an error says that there is no such process.
+fn is_gone(error: &PrivilegeError) -> bool {
+    matches!(error, PrivilegeError::System { source, .. } if source.raw_os_error() == Some(libc::ESRCH))
 }
 
 fn text(of: &std::ffi::OsStr) -> Result<String, PrivilegeError> {
@@ -476,10 +497,7 @@ impl Privileges for RemotePrivileges {
 
     async fn adopt(&self, process: ProcessIdentity) -> Result<Adopted, PrivilegeError> {
         let spawned = self.process(Call::Adopt { process }, &[]).await?;
-        Ok(Adopted {
-            executable: spawned.executable,
-            spawned,
-        })
+        Ok(Adopted { spawned })
     }
 
     async fn open_kvm(&self) -> Result<OwnedFd, PrivilegeError> {
@@ -504,9 +522,9 @@ impl Privileges for RemotePrivileges {
     }
 
     async fn sweep(&self, keep: &BTreeSet<ObjectName>) -> Result<SweepReport, PrivilegeError> {
-        if keep.len() > MOST_MACHINES {
+        if keep.len() > MOST_KEPT {
             return Err(PrivilegeError::Refused {
-                what: format!("{} names to keep, more than {MOST_MACHINES}", keep.len()),
+                what: format!("{} names to keep, more than {MOST_KEPT}", keep.len()),
             });
         }
         let call = Call::Sweep { keep: keep.clone() };

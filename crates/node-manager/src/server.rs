@@ -108,6 +108,7 @@ struct Shared {
     config: ServerConfig,
     local: LocalPrivileges,
     names: checks::Names,
+    turns: checks::Turns,
     /// Acts under way, whoever asked for them.
     acts: TaskTracker,
 }
@@ -198,6 +199,7 @@ impl Shared {
             config,
             local,
             names,
+            turns: checks::Turns::default(),
             acts: TaskTracker::new(),
         })
     }

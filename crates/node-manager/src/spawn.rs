@@ -91,6 +91,8 @@ pub(crate) struct Walls<'a> {
     pub(crate) jail: Option<&'a jail::Empty>,
     /// The filter of system calls.
     pub(crate) filter: bool,
+    /// User of the node, whose directories may be seen.
+    pub(crate) owner: u32,
 }
 
 /// Starts `process`, which enters the cgroups whose `cgroup.procs` are `membership`. Blocks until it runs.
@@ -147,7 +149,7 @@ pub(crate) fn spawn(
 
     let jail = walls
         .jail
-        .map(|empty| Jail::new(empty, &process.views, &process.program))
+        .map(|empty| Jail::new(empty, &process.views, &process.program, walls.owner))
         .transpose()?;
     let filters = if walls.filter {
         let [absent, list] = seccomp::filters()?;
@@ -185,16 +187,20 @@ pub(crate) fn spawn(
     }
     let (pid, pidfd) = started;
     // Not reaped yet, so it has a start time even if it has ended already.
-    let start_ticks = process::start_ticks(pid).ok_or_else(|| {
-        failed(
-            format!("{act}: reading its start time"),
-            io::Error::from_raw_os_error(libc::ESRCH),
-        )
-    })?;
-    Ok(Started {
-        identity: ProcessIdentity { pid, start_ticks },
-        pidfd,
-    })
+    let read = process::start_ticks(pid)
+        .and_then(|found| found.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH)));
+    match read {
+        Ok(start_ticks) => Ok(Started {
+            identity: ProcessIdentity { pid, start_ticks },
+            pidfd,
+        }),
+        Err(error) => {
+            // Nobody would know it.
+            rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL).ok();
+            reap(&pidfd);
+            Err(failed(format!("{act}: reading its start time"), error))
+        }
+    }
 }
 
 /// A filter as the kernel takes it.

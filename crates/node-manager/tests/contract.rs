@@ -24,7 +24,7 @@ use rustix::{
 };
 use space_node_manager::{
     ExitStatus, LocalOptions, PrivilegeError, Privileges, ProcessIdentity, RecordingPrivileges,
-    RemotePrivileges, Server, ServerConfig,
+    RemotePrivileges, Server, ServerConfig, protocol::MOST_KEPT,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -71,10 +71,16 @@ async fn contract(privileges: &dyn Privileges, installation: &Installation, acts
     assert_eq!(*running.exit.borrow_and_update(), None);
     assert!(privileges.group_usage(&a).await.is_ok());
 
+    // No second one beside it.
+    let second = privileges.spawn(installation.sleeper(&a)).await;
+    assert!(
+        matches!(second, Err(PrivilegeError::Refused { .. })),
+        "{second:?}"
+    );
+
     // Watched twice, it is the same process, and both learn of its end.
     let adopted = privileges.adopt(running.identity).await.unwrap();
     assert_eq!(adopted.spawned.identity, running.identity);
-    assert_eq!(adopted.executable, running.executable);
     assert_eq!(adopted.spawned.executable, running.executable);
 
     let wrong = ProcessIdentity {
@@ -178,10 +184,12 @@ async fn a_node_manager_that_is_restarted_loses_nothing() {
     };
     let first = Remote::start(&installation).await;
     let privileges = first.privileges.clone();
-    let a = name("a");
-    privileges.create_group(&a, &limits()).await.unwrap();
+    let (a, b) = (name("a"), name("b"));
+    for name in [&a, &b] {
+        privileges.create_group(name, &limits()).await.unwrap();
+    }
     let running = privileges.spawn(installation.sleeper(&a)).await.unwrap();
-    let ends = privileges.spawn(installation.sleeper(&a)).await.unwrap();
+    let ends = privileges.spawn(installation.sleeper(&b)).await.unwrap();
     first.stop_server().await;
 
     // A call that is made meanwhile waits for the next one.
@@ -280,6 +288,34 @@ async fn what_a_node_may_not_ask_is_refused() {
     };
     assert!(matches!(refusal, PrivilegeError::Refused { .. }), "{refusal:?}");
     assert_eq!(made, MACHINES - 1);
+    // However it is asked: networks made and removed at once are counted right.
+    let n = name("n");
+    for _ in 0..10 {
+        let (made, gone) = tokio::join!(privileges.create_network(&n), privileges.delete_network(&n));
+        made.unwrap();
+        gone.unwrap();
+    }
+    privileges.delete_network(&n).await.unwrap();
+    for number in 0..2 * MACHINES {
+        drop(
+            privileges
+                .create_network(&name(&format!("n{number}")))
+                .await
+                .unwrap(),
+        );
+    }
+    let refusal = privileges.create_network(&n).await;
+    assert!(
+        matches!(refusal, Err(PrivilegeError::Refused { .. })),
+        "{refusal:?}"
+    );
+    let namespaces = fs::read_dir("/run/netns").unwrap().filter(|entry| {
+        let name = entry.as_ref().unwrap().file_name();
+        name.to_str()
+            .unwrap()
+            .starts_with(&format!("space-{}-", installation.name))
+    });
+    assert_eq!(namespaces.count(), 2 * MACHINES);
     privileges.delete_group(&name("n0")).await.unwrap();
     privileges.create_group(&name("other"), &limits()).await.unwrap();
 
@@ -307,6 +343,59 @@ async fn only_the_nodes_user_may_connect() {
     let outcome = tokio::time::timeout(Duration::from_secs(1), connecting).await;
     assert!(outcome.is_err(), "{outcome:?}");
     server.stop().await;
+}
+
+/// However often a process is asked for, its end is told, and to each who asks after it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_is_adopted_often_ends_for_all() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    let privileges = &remote.privileges;
+    let a = name("a");
+    privileges.create_group(&a, &limits()).await.unwrap();
+    let running = privileges.spawn(installation.sleeper(&a)).await.unwrap();
+    let mut exits = vec![running.exit];
+    for _ in 0..300 {
+        exits.push(privileges.adopt(running.identity).await.unwrap().spawned.exit);
+    }
+    // While it ends it may still be adopted, and then ends at once.
+    let (killed, late) = tokio::join!(
+        privileges.kill(running.identity),
+        privileges.adopt(running.identity)
+    );
+    killed.unwrap();
+    exits.extend(late.ok().map(|adopted| adopted.spawned.exit));
+    for exit in exits {
+        ended(exit).await;
+    }
+    privileges.sweep(&BTreeSet::new()).await.unwrap();
+    remote.stop().await;
+}
+
+/// As many as two names for each machine that can be.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sweep_may_keep_what_every_machine_has() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let remote = Remote::start(&installation).await;
+    let a = name("a");
+    remote.privileges.create_group(&a, &limits()).await.unwrap();
+    let kept = |count| {
+        let names = (0..count).map(|n| name(&format!("{n:0>32}")));
+        names.chain([a.clone()]).collect::<BTreeSet<_>>()
+    };
+    let report = remote.privileges.sweep(&kept(MOST_KEPT - 1)).await.unwrap();
+    assert_eq!(report.groups, 0);
+    let refusal = remote.privileges.sweep(&kept(MOST_KEPT)).await;
+    assert!(
+        matches!(refusal, Err(PrivilegeError::Refused { .. })),
+        "{refusal:?}"
+    );
+    remote.privileges.sweep(&BTreeSet::new()).await.unwrap();
+    remote.stop().await;
 }
 
 /// Bytes that are no message end the connection and nothing else.

@@ -79,3 +79,34 @@ async fn a_file_system_without_a_disk_is_no_obstacle() {
     privileges.create_group(&name("a"), &with_io(io)).await.unwrap();
     privileges.delete_group(&name("a")).await.unwrap();
 }
+
+/// A disk that the kernel cannot limit, and one that was taken out, are no obstacle either; without a limit there is no
+/// group to account traffic in.
+#[tokio::test]
+async fn no_limit_is_no_group_where_the_controller_has_its_own() {
+    let Some(installation) = Installation::new() else {
+        return;
+    };
+    let privileges = installation.local_with(LocalOptions {
+        data_directory: Some(installation.directory.path().to_owned()),
+        ..LocalOptions::default()
+    });
+    let places = controllers().unwrap();
+    let mount_of = |name: &str| {
+        places
+            .iter()
+            .find(|c| c.name == name)
+            .and_then(|c| c.mount.clone())
+    };
+    let Some(own) = mount_of("io").filter(|own| mount_of("memory").as_ref() != Some(own)) else {
+        println!("SKIPPED: disk traffic has no hierarchy of its own here");
+        return;
+    };
+    let directory = own.join(format!("space-{}", installation.name)).join("a");
+    privileges.create_group(&name("a"), &limits()).await.unwrap();
+    assert!(!directory.exists());
+    let running = privileges.spawn(installation.sleeper(&name("a"))).await.unwrap();
+    privileges.delete_group(&name("a")).await.unwrap();
+    assert_eq!(ended(running.exit).await, ExitStatus::Signal(9));
+    privileges.sweep(&BTreeSet::new()).await.unwrap();
+}

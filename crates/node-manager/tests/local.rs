@@ -445,6 +445,116 @@ async fn another_process_with_the_same_pid_is_left_alone() {
     node.done().await;
 }
 
+/// Until it runs its program, a child that is to be a monitor shares the memory of this process, and is in its group.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_memory_of_this_process_is_never_handed_out() {
+    let Some(node) = Node::new() else { return };
+    let own = std::env::current_exe().unwrap();
+    let own = own.to_str().unwrap().to_owned();
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (privileges, stopped) = (node.privileges.clone(), stop.clone());
+    let runtime = tokio::runtime::Handle::current();
+    let asking = std::thread::spawn(move || {
+        let (mut opened, mut refused) = (0, 0);
+        while !stopped.load(Ordering::Relaxed) {
+            for identity in children() {
+                match runtime.block_on(privileges.open_memory(identity)) {
+                    Ok(memory) => {
+                        assert!(!memory.maps.contains(&own), "{}", memory.maps);
+                        opened += 1;
+                    }
+                    Err(PrivilegeError::Refused { what }) => {
+                        assert!(what.contains(&identity.pid.to_string()), "{what}");
+                        refused += 1;
+                    }
+                    // It has ended.
+                    Err(_) => {}
+                }
+            }
+        }
+        (opened, refused)
+    });
+    for round in 0..60 {
+        let n = name(&format!("n{round}"));
+        node.privileges.create_group(&n, &limits()).await.unwrap();
+        let spawned = node
+            .privileges
+            .spawn(node.shell(&n, "exec sleep 1000"))
+            .await
+            .unwrap();
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        node.privileges.kill(spawned.identity).await.unwrap();
+        ended(spawned).await;
+        node.privileges.delete_group(&n).await.unwrap();
+    }
+    stop.store(true, Ordering::Relaxed);
+    let (opened, refused) = asking.join().unwrap();
+    println!("opened {opened} times, refused {refused} times");
+    assert!(opened > 0, "monitors are opened");
+    node.done().await;
+}
+
+/// Children of any thread of this process.
+fn children() -> Vec<ProcessIdentity> {
+    let lists = fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
+        let list = task.ok()?.path().join("children");
+        fs::read_to_string(list).ok()
+    });
+    let pids = lists.collect::<Vec<_>>().join(" ");
+    let identity = |pid: &str| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let (_, rest) = stat.rsplit_once(')')?;
+        Some(ProcessIdentity {
+            pid: pid.parse().ok()?,
+            start_ticks: rest.split_ascii_whitespace().nth(19)?.parse().ok()?,
+        })
+    };
+    pids.split_ascii_whitespace().filter_map(identity).collect()
+}
+
+#[tokio::test]
+async fn a_second_monitor_in_one_group_is_refused() {
+    let Some(node) = Node::new() else { return };
+    let a = name("a");
+    node.privileges.create_group(&a, &limits()).await.unwrap();
+    let spawn = || node.privileges.spawn(node.shell(&a, "exec sleep 1000"));
+    // At once, and one after the other.
+    let (first, second) = tokio::join!(spawn(), spawn());
+    let outcomes = [first, second, spawn().await];
+    let running = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+    assert_eq!(running, 1, "{outcomes:?}");
+    for outcome in &outcomes {
+        if let Err(error) = outcome {
+            assert!(matches!(error, PrivilegeError::Refused { .. }), "{error:?}");
+        }
+    }
+    node.privileges.kill_group(&a).await.unwrap();
+    spawn().await.unwrap();
+    node.done().await;
+}
+
+/// A directory that was made by who was killed right after has no controllers enabled; others may take them away.
+#[tokio::test]
+async fn a_group_is_made_in_a_directory_that_is_there_already() {
+    let Some(node) = Node::new() else { return };
+    let parent = format!("space-{}", node.installation);
+    let places = space_node_manager::controllers().unwrap();
+    let mounts = places.into_iter().filter_map(|place| place.mount);
+    for mount in mounts.collect::<BTreeSet<_>>() {
+        fs::create_dir(mount.join(&parent)).unwrap();
+    }
+    let a = name("a");
+    node.privileges.create_group(&a, &limits()).await.unwrap();
+    let many = (0..8).map(|n| {
+        let (privileges, n) = (node.privileges.clone(), name(&format!("n{n}")));
+        tokio::spawn(async move { privileges.create_group(&n, &limits()).await.map(drop) })
+    });
+    for made in many.collect::<Vec<_>>() {
+        made.await.unwrap().unwrap();
+    }
+    node.done().await;
+}
+
 #[tokio::test]
 async fn a_sweep_leaves_nothing_but_what_is_kept() {
     let Some(node) = Node::new() else { return };

@@ -11,7 +11,7 @@ use std::{
 
 use fs_err as fs;
 
-use super::{Version, mounts, write};
+use super::{Version, files::write, mounts::mounts};
 use crate::{IoLimits, PrivilegeError};
 
 /// A whole disk, as the kernel counts them.
@@ -76,6 +76,14 @@ pub(super) fn v1_mount(table: &str) -> Option<PathBuf> {
     mounts(table)
         .find(|(_, kind, options)| *kind == "cgroup" && options.split(',').any(|o| o == "blkio"))
         .map(|(at, ..)| PathBuf::from(at))
+}
+
+/// Whether an error says that this disk, or a file of this kernel, cannot be limited: not that it was not tried rightly.
+pub(super) fn is_unable(error: &std::io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENODEV | libc::EINVAL | libc::ENOENT | libc::EOPNOTSUPP)
+    )
 }
 
 /// Sets the limits of a group; what has none is opened again.

@@ -3,12 +3,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     os::{fd::OwnedFd, unix::fs::MetadataExt},
-    path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use fs_err as fs;
 use rustix::fs::{FileType, OFlags};
+use tokio::sync::{OwnedMutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 use super::ServerConfig;
 use crate::{LocalPrivileges, ObjectName, PrivilegeError, View, VmmProcess, protocol::SpawnCall};
@@ -62,6 +63,53 @@ impl Names {
     }
 }
 
+/// Turns at names: what is asked of one name is done one after the other, so that the count of objects is right and what
+/// one act makes is not taken away by another in the middle of it.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    names: Mutex<BTreeMap<ObjectName, Arc<tokio::sync::Mutex<()>>>>,
+    /// Held by each act for as long as it lasts, and alone by a sweep, which acts on all names.
+    sweeping: tokio::sync::RwLock<()>,
+}
+
+/// One's turn, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Turn<'a> {
+    turns: &'a Turns,
+    name: &'a ObjectName,
+    held: Option<OwnedMutexGuard<()>>,
+    _no_sweep: RwLockReadGuard<'a, ()>,
+}
+
+impl Turns {
+    pub(super) async fn at<'a>(&'a self, name: &'a ObjectName) -> Turn<'a> {
+        let no_sweep = self.sweeping.read().await;
+        let of = locked(&self.names).entry(name.clone()).or_default().clone();
+        Turn {
+            turns: self,
+            name,
+            held: Some(of.lock_owned().await),
+            _no_sweep: no_sweep,
+        }
+    }
+
+    /// A turn at all names.
+    pub(super) async fn at_all(&self) -> RwLockWriteGuard<'_, ()> {
+        self.sweeping.write().await
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut names = locked(&self.turns.names);
+        drop(self.held.take());
+        // Nobody else has it or waits for it: they would have copied it from here.
+        if names.get(self.name).is_some_and(|of| Arc::strong_count(of) == 1) {
+            names.remove(self.name);
+        }
+    }
+}
+
 fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -85,9 +133,7 @@ pub(super) fn process(
     call: SpawnCall,
     passed: Vec<OwnedFd>,
 ) -> Result<VmmProcess, PrivilegeError> {
-    if !config.programs.contains(&call.program) {
-        return refused(format!("{} is no monitor", call.program.display()));
-    }
+    is_monitor(&config.programs, &call.program)?;
     is_roots(&call.program)?;
     let mut passed = passed.into_iter();
     // As many as belong there: counted before.
@@ -128,6 +174,19 @@ pub(super) fn process(
         file_size_limit: call.file_size_limit,
         views,
     })
+}
+
+/// Whether a program is one of the monitors, by whichever name: hosts have links to them.
+fn is_monitor(programs: &[PathBuf], program: &Path) -> Result<(), PrivilegeError> {
+    let no = || refused(format!("{} is no monitor", program.display()));
+    if !program.is_absolute() {
+        return no();
+    }
+    let Ok(real) = fs::canonicalize(program) else {
+        return no();
+    };
+    let same = |of: &PathBuf| fs::canonicalize(of).is_ok_and(|of| of == real);
+    if programs.iter().any(same) { Ok(()) } else { no() }
 }
 
 /// Whether nobody but root can change a program: neither the file nor a name on the way to it.
@@ -197,6 +256,38 @@ mod tests {
         let link = Path::new("/usr/bin/env");
         assert_eq!(link.metadata().unwrap().permissions().mode() & 0o022, 0);
         assert!(is_roots(Path::new("/nonexistent")).is_err());
+    }
+
+    #[test]
+    fn a_monitor_is_known_by_a_link_to_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let (program, link) = (directory.path().join("monitor"), directory.path().join("link"));
+        fs::write(&program, "").unwrap();
+        std::os::unix::fs::symlink("monitor", &link).unwrap();
+        let missing = directory.path().join("missing");
+        for programs in [vec![missing.clone(), program.clone()], vec![link.clone()]] {
+            for asked in [&program, &link] {
+                is_monitor(&programs, asked).unwrap();
+            }
+            assert!(is_monitor(&programs, Path::new("/usr/bin/env")).is_err());
+            assert!(is_monitor(&programs, &missing).is_err());
+        }
+    }
+
+    #[tokio::test]
+    async fn turns_at_one_name_follow_each_other_and_a_sweep_is_alone() {
+        let (a, b) = (ObjectName::new("a").unwrap(), ObjectName::new("b").unwrap());
+        let turns = Turns::default();
+        let first = turns.at(&a).await;
+        let other = turns.at(&b).await;
+        let soon = std::time::Duration::from_millis(20);
+        assert!(tokio::time::timeout(soon, turns.at(&a)).await.is_err());
+        drop(first);
+        drop(turns.at(&a).await);
+        assert!(tokio::time::timeout(soon, turns.at_all()).await.is_err());
+        drop(other);
+        drop(turns.at_all().await);
+        assert!(locked(&turns.names).is_empty());
     }
 
     #[test]

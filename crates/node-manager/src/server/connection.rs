@@ -1,6 +1,7 @@
 //! One connection of a node.
 
 use std::{
+    collections::BTreeSet,
     io,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
@@ -70,6 +71,8 @@ async fn converse(shared: &Arc<Shared>, packets: &Arc<Packets>) -> io::Result<()
     let room = Arc::new(Semaphore::new(ACTS));
     // Those who tell of ends go with the connection; acts do not.
     let mut watchers = JoinSet::new();
+    // One for each process, however often it is asked for.
+    let mut watched = BTreeSet::new();
     let (ends, mut started) = tokio::sync::mpsc::channel::<Spawned>(ACTS);
     loop {
         let Ok(permit) = room.clone().acquire_owned().await else {
@@ -78,10 +81,19 @@ async fn converse(shared: &Arc<Shared>, packets: &Arc<Packets>) -> io::Result<()
         let packet = tokio::select! {
             packet = packets.receive(&mut buffer) => packet?,
             Some(spawned) = started.recv() => {
-                watchers.spawn(tell_end(packets.clone(), spawned));
+                // If it has ended, whoever watches it may have told so before the answer went out.
+                let ended = spawned.exit.borrow().is_some();
+                if watched.insert(spawned.identity) || ended {
+                    watchers.spawn(tell_end(packets.clone(), spawned));
+                }
                 continue;
             }
-            Some(_) = watchers.join_next() => continue,
+            Some(told) = watchers.join_next() => {
+                if let Ok(process) = told {
+                    watched.remove(&process);
+                }
+                continue;
+            }
         };
         let Some(Packet { bytes, descriptors }) = packet else {
             return Ok(());
@@ -125,7 +137,8 @@ async fn converse(shared: &Arc<Shared>, packets: &Arc<Packets>) -> io::Result<()
     }
 }
 
-async fn tell_end(packets: Arc<Packets>, spawned: Spawned) {
+/// Tells of the end of a process when it comes, and answers which it was.
+async fn tell_end(packets: Arc<Packets>, spawned: Spawned) -> ProcessIdentity {
     let Spawned {
         identity, mut exit, ..
     } = spawned;
@@ -133,8 +146,9 @@ async fn tell_end(packets: Arc<Packets>, spawned: Spawned) {
         Ok(status) => status.unwrap_or(ExitStatus::Unknown),
         Err(_) => ExitStatus::Unknown,
     };
-    let process: ProcessIdentity = identity;
+    let process = identity;
     send(&packets, &Reply::Exited { process, status }, &[]).await.ok();
+    process
 }
 
 async fn send(packets: &Packets, reply: &Reply, descriptors: &[OwnedFd]) -> io::Result<()> {
@@ -200,19 +214,27 @@ async fn perform(shared: &Shared, call: Call, mut passed: Vec<OwnedFd>) -> Resul
     }
     match call {
         Call::CreateNetwork { name } => {
+            let _turn = shared.turns.at(&name).await;
             shared.names.claim_network(&name)?;
-            let network = local
-                .create_network(&name)
-                .await
-                .inspect_err(|_| shared.names.free_network(&name))?;
-            Ok(descriptors([network.namespace, network.tap]))
+            match local.create_network(&name).await {
+                Ok(network) => Ok(descriptors([network.namespace, network.tap])),
+                Err(error) => {
+                    // Counted for as long as anything of it may be there.
+                    if local.delete_network(&name).await.is_ok() {
+                        shared.names.free_network(&name);
+                    }
+                    Err(error)
+                }
+            }
         }
         Call::DeleteNetwork { name } => {
+            let _turn = shared.turns.at(&name).await;
             local.delete_network(&name).await?;
             shared.names.free_network(&name);
             Ok(Done::Nothing.into())
         }
         Call::CreateGroup { name, limits } => {
+            let _turn = shared.turns.at(&name).await;
             shared.names.claim_group(&name)?;
             // Kept in the count also if it failed halfway: its removal frees it.
             local.create_group(&name, &limits).await?;
@@ -224,10 +246,12 @@ async fn perform(shared: &Shared, call: Call, mut passed: Vec<OwnedFd>) -> Resul
             Ok(Done::Nothing.into())
         }
         Call::KillGroup { name } => {
+            let _turn = shared.turns.at(&name).await;
             local.kill_group(&name).await?;
             Ok(Done::Nothing.into())
         }
         Call::DeleteGroup { name } => {
+            let _turn = shared.turns.at(&name).await;
             local.delete_group(&name).await?;
             shared.names.free_group(&name);
             Ok(Done::Nothing.into())
@@ -239,6 +263,8 @@ async fn perform(shared: &Shared, call: Call, mut passed: Vec<OwnedFd>) -> Resul
             Ok(Done::Nothing.into())
         }
         Call::Spawn(call) => {
+            let name = call.name.clone();
+            let _turn = shared.turns.at(&name).await;
             let process = checks::process(&shared.config, *call, passed)?;
             Ok(local.spawn(process).await?.into())
         }
@@ -248,8 +274,9 @@ async fn perform(shared: &Shared, call: Call, mut passed: Vec<OwnedFd>) -> Resul
             local.kill(process).await?;
             Ok(Done::Nothing.into())
         }
-        Call::OpenMemory { process } => Ok(descriptors(local.open_memory_files(process)?)),
+        Call::OpenMemory { process } => Ok(descriptors(local.open_memory_files(process).await?)),
         Call::Sweep { keep } => {
+            let _turn = shared.turns.at_all().await;
             let report = local.sweep(&keep).await?;
             shared.names.kept(&keep);
             Ok(Done::Swept(report).into())

@@ -45,7 +45,7 @@ pub(super) async fn adopt(shared: Arc<Shared>, record: MachineRecord) -> Result<
             return Err(VmmError::Privilege { step, source });
         }
     };
-    let runs = hexadecimal(&adopted.executable);
+    let runs = hexadecimal(&adopted.spawned.executable);
     if runs != record.executable {
         let what = format!(
             "process {} runs a program with the digest {runs} instead of {}",
