@@ -17,6 +17,7 @@ use rustix::{
     io::Errno,
 };
 use serde_json::json;
+use space_node::{DISKS, MACHINES};
 use space_node_manager::{LocalOptions, LocalPrivileges, PrivilegeError, Privileges as _, SweepReport};
 
 use super::up::{
@@ -29,9 +30,6 @@ use crate::{
     error::{CliError, Kind},
     output,
 };
-
-/// What machines have files in, below the run and the data directory.
-const MACHINES: [&str; 2] = ["s", "disks"];
 
 #[derive(Debug, Args)]
 pub(crate) struct Down {
@@ -71,8 +69,7 @@ pub(crate) async fn remove_machines(installation: &Installation) -> Result<Sweep
     let swept = privileges.sweep(&BTreeSet::new()).await;
     let swept =
         swept.map_err(|error| CliError::internal("cannot end what is left of the sandboxes", error))?;
-    for (parent, name) in [run, &installation.data_directory].into_iter().zip(MACHINES) {
-        let directory = parent.join(name);
+    for directory in [run.join(MACHINES), installation.data_directory.join(DISKS)] {
         empty(&directory)
             .map_err(|error| CliError::internal(format!("cannot empty {}", directory.display()), error))?;
     }

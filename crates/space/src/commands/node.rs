@@ -55,6 +55,7 @@ impl Node {
             return Err(CliError::environment("the node does not run as root")
                 .with_hint("`space up` starts it as it should be; a service manager is told the user"));
         }
+        self.serving.check()?;
         let installation = self.place.installation()?;
         let inherited = self.inherited.take()?;
         let listener = match inherited.listener {

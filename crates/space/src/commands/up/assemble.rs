@@ -7,6 +7,7 @@ use std::{
 };
 
 use space_api::size::SizeClass;
+use space_node::MACHINES;
 use space_node_manager::{PrivilegeError, Privileges};
 use space_vmm::{QemuConfig, QemuDriver, Vmm, VmmError};
 use space_volume::{MachineRequest, TemplateBuilder, VolumeConfig};
@@ -48,7 +49,7 @@ impl Parts {
             .map_err(|error| volume_error("cannot open the template store", error))?;
         let builder = Arc::new(builder);
         // The same that a node uses and sweeps.
-        let run_directory = run.join("s");
+        let run_directory = run.join(MACHINES);
         std::fs::DirBuilder::new()
             .recursive(true)
             .mode(0o711)
