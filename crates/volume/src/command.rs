@@ -1,6 +1,6 @@
 //! Runs host programs: no shell, a clean environment, a deadline, and nothing left running when given up.
 
-use std::{ffi::OsStr, process::Stdio, time::Duration};
+use std::{ffi::OsStr, os::fd::OwnedFd, process::Stdio, time::Duration};
 
 use nix::{
     sys::signal::{Signal, killpg},
@@ -26,6 +26,7 @@ pub(crate) struct Program<'a> {
     package: &'static str,
     deadline: Duration,
     command: Command,
+    input: Stdio,
 }
 
 impl<'a> Program<'a> {
@@ -48,7 +49,14 @@ impl<'a> Program<'a> {
             package,
             deadline,
             command,
+            input: Stdio::null(),
         }
+    }
+
+    /// Passes an open file as standard input, which the program can also write to as `/proc/self/fd/0`.
+    pub(crate) fn input(mut self, file: OwnedFd) -> Self {
+        self.input = file.into();
+        self
     }
 
     pub(crate) fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
@@ -80,7 +88,7 @@ impl<'a> Program<'a> {
     pub(crate) async fn watch(mut self, line: impl FnMut(&str)) -> Result<Vec<u8>, VolumeError> {
         let child = self
             .command
-            .stdin(Stdio::null())
+            .stdin(self.input)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             // Its own group, so that what it started can be ended with it.

@@ -10,12 +10,14 @@
 //! the node's to sweep by name.
 
 use std::{
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
 use fs_err::{self as fs, File};
+use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2};
 use rand::Rng as _;
 use serde::{Deserialize, Serialize};
 use space_api::size::SizeClass;
@@ -162,13 +164,14 @@ pub(crate) async fn build(
 
     part.report("making the writable disk", 0.01);
     let work = store.work()?;
-    let disk = work.path().join("disk");
-    make_disk(store, &disk, request.size).await?;
-    let disk_file = File::open(&disk).map_err(VolumeError::io("open the writable disk"))?;
+    // The store may be another user's: from here on no link is followed in it.
+    let place = fs::canonicalize(work.path()).map_err(VolumeError::io("look at the working directory"))?;
+    let disk = place.join("disk");
+    let disk_file = make_disk(store, &disk, request.size).await?;
 
-    let room = Room::new(request, work.path())?;
+    let room = Room::new(request, &place)?;
     let made: Result<PathBuf, VolumeError> = async {
-        room.make(store, request, &disk).await?;
+        room.make(store, request, &disk_file).await?;
         let kernel_arguments = if capabilities.accelerator == "tcg" {
             format!("{KERNEL_ARGUMENTS}{EMULATED_KERNEL_ARGUMENTS}")
         } else {
@@ -176,7 +179,7 @@ pub(crate) async fn build(
         };
         run_machine(store, template, request, &room, &disk, &kernel_arguments, &part).await?;
         part.report("copying the snapshot", 0.9);
-        let result = work.path().join("machine");
+        let result = place.join("machine");
         let record = Record {
             builder: BUILDER.to_owned(),
             driver: capabilities.driver.to_owned(),
@@ -208,14 +211,20 @@ pub(crate) async fn build(
 
 /// A sparse ext4 file. No journal: after a crash of the guest its machine is started from a snapshot, never mounted
 /// again as it is. No checksums of metadata: they cost emulated instructions and protect from nothing here.
-async fn make_disk(store: &TemplateStore, path: &Path, size: SizeClass) -> Result<(), VolumeError> {
+///
+/// By descriptor once it is made: its directory may be another user's, who could put a link in its place.
+async fn make_disk(store: &TemplateStore, path: &Path, size: SizeClass) -> Result<File, VolumeError> {
     let step = "make the writable disk";
-    {
+    let file = {
         let _owner = store.act();
-        let file = File::create_new(path).map_err(VolumeError::io(step))?;
+        let mut options = fs::OpenOptions::new();
+        let file = options.read(true).write(true).create_new(true).open(path);
+        let file = file.map_err(VolumeError::io(step))?;
         file.set_len(u64::from(size.disk_mib) << 20)
             .map_err(VolumeError::io(step))?;
-    }
+        file
+    };
+    store.owner().take_back(&file)?;
     const UUID: &str = "7a1f0c52-93de-4b07-8f41-2c6d5e8b9a03";
     Program::new("mkfs.ext4", "e2fsprogs", Duration::from_secs(120))
         .env("E2FSPROGS_FAKE_TIME", "1700000000")
@@ -223,10 +232,27 @@ async fn make_disk(store: &TemplateStore, path: &Path, size: SizeClass) -> Resul
         .args(["-O", "^has_journal,^metadata_csum,^orphan_file,^resize_inode"])
         .arg("-E")
         .arg(format!("hash_seed={UUID},lazy_itable_init=0,nodiscard"))
-        .arg(path)
+        .arg("/proc/self/fd/0")
+        .input(descriptor(&file)?)
         .output()
         .await?;
-    Ok(())
+    Ok(file)
+}
+
+/// Another descriptor of an open file.
+fn descriptor(file: &File) -> Result<OwnedFd, VolumeError> {
+    let copy = file.file().try_clone();
+    copy.map(OwnedFd::from)
+        .map_err(VolumeError::io("copy a descriptor"))
+}
+
+/// Opens a file in a directory that may be another user's, without following a link to what is not theirs.
+fn open_plain(path: &Path, step: &'static str) -> Result<File, VolumeError> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_RDONLY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
+    let opened = openat2(AT_FDCWD, path, how).map_err(|error| VolumeError::io(step)(error.into()))?;
+    Ok(File::from_parts(opened.into(), path))
 }
 
 /// Everything outside the guest that the machine needs while it is built.
@@ -268,7 +294,7 @@ impl Room {
         &self,
         store: &TemplateStore,
         request: &MachineRequest,
-        disk: &Path,
+        disk: &File,
     ) -> Result<(), VolumeError> {
         let privileges = &request.privileges;
         make_directory(&self.sockets, 0o700)?;
@@ -277,9 +303,8 @@ impl Room {
             // The monitor's user opens the memory by name in it.
             make_directory(&self.files, 0o711)?;
         }
-        let disk = File::open(disk).map_err(VolumeError::io("open the disk"))?;
         privileges
-            .give_file(disk.into_parts().0.into(), request.uid)
+            .give_file(descriptor(disk)?, request.uid)
             .await
             .map_err(privilege("give away the disk"))?;
         let limits = GroupLimits {
@@ -453,7 +478,7 @@ fn keep(
     let step = "keep a machine's files";
     let open = |path: &Path| File::open(path).map_err(VolumeError::io(step));
     // The monitor's, and this process's.
-    let (memory, state) = (open(memory)?, open(state)?);
+    let (memory, state) = (open_plain(memory, step)?, open_plain(state, step)?);
     let _owner = owner.act();
     fs::create_dir(to).map_err(VolumeError::io(step))?;
     set_mode(to, 0o755, step)?;
@@ -483,5 +508,42 @@ pub(crate) fn guest(step: impl Into<String>) -> impl FnOnce(String) -> VolumeErr
     move |what| VolumeError::Guest {
         step: step.into(),
         what,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_in_place_of_a_machines_file_is_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let top = fs::canonicalize(directory.path()).unwrap();
+        fs::create_dir(top.join("monitor")).unwrap();
+        fs::write(top.join("monitor/memory"), "memory").unwrap();
+        open_plain(&top.join("monitor/memory"), "open").unwrap();
+        std::os::unix::fs::symlink("memory", top.join("monitor/state")).unwrap();
+        std::os::unix::fs::symlink("monitor", top.join("other")).unwrap();
+        for link in ["monitor/state", "other/memory"] {
+            assert!(open_plain(&top.join(link), "open").is_err(), "{link}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_made_in_the_file_that_was_opened() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = TemplateStore::open(directory.path().join("store")).unwrap();
+        let path = directory.path().join("disk");
+        let size = SizeClass {
+            vcpus: 1,
+            memory_mib: 128,
+            disk_mib: 64,
+        };
+        let disk = make_disk(&store, &path, size).await.unwrap();
+        let mut magic = [0; 2];
+        std::os::unix::fs::FileExt::read_exact_at(disk.file(), &mut magic, 1024 + 56).unwrap();
+        assert_eq!(magic, [0x53, 0xef]);
+        // Whatever is there already is not touched.
+        assert!(make_disk(&store, &path, size).await.is_err());
     }
 }

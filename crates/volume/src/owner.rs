@@ -4,10 +4,14 @@
 //! of somebody else open, it touches the store as that user: what it makes is theirs, and no link that they could put
 //! in its way leads it to what they may not reach themselves.
 
-use std::{marker::PhantomData, os::unix::fs::MetadataExt as _, path::Path};
+use std::{
+    marker::PhantomData,
+    os::{fd::AsFd, unix::fs::MetadataExt as _},
+    path::Path,
+};
 
 use fs_err as fs;
-use nix::unistd::{Gid, Uid, geteuid, setfsgid, setfsuid};
+use nix::unistd::{Gid, Uid, fchown, getegid, geteuid, setfsgid, setfsuid};
 
 use crate::VolumeError;
 
@@ -24,6 +28,15 @@ impl Owner {
         Ok(Self(another.then(|| {
             (Uid::from_raw(metadata.uid()), Gid::from_raw(metadata.gid()))
         })))
+    }
+
+    /// Makes a file that was made for the owner this process's own, to give it to a machine's user.
+    pub(crate) fn take_back(self, file: impl AsFd) -> Result<(), VolumeError> {
+        match self.0 {
+            Some(_) => fchown(file, Some(geteuid()), Some(getegid()))
+                .map_err(|error| VolumeError::io("take a file from the store's owner")(error.into())),
+            None => Ok(()),
+        }
     }
 
     /// From here to the end of the scope this thread's access to files is the owner's.
@@ -87,6 +100,10 @@ mod tests {
         }
         let made = fs::metadata(own.join("file")).unwrap();
         assert_eq!((made.uid(), made.gid()), (40_430, 40_431));
+        owner
+            .take_back(fs::File::open(own.join("file")).unwrap())
+            .unwrap();
+        assert_eq!(fs::metadata(own.join("file")).unwrap().uid(), 0);
         fs::write(&roots, "").unwrap();
         assert_eq!(fs::metadata(&roots).unwrap().uid(), 0);
         // One's own directory needs nothing.

@@ -21,6 +21,10 @@ const MAC: &str = "06:53:50:43:45:01";
 /// never given back. A boot of Debian to its agent fills 58 of it.
 const TRANSLATED_MIB: u32 = 64;
 
+/// For a file that is only read. QEMU would lock bytes of it against writers, and so could a monitor that was taken over,
+/// in a way that keeps every other from opening it; nobody writes to these.
+const UNLOCKED: &str = "off";
+
 /// How the machine comes to life.
 pub(super) enum Start<'a> {
     /// From the kernel; memory is a shared mapping of this file.
@@ -71,8 +75,10 @@ pub(super) fn arguments(
         }),
     });
 
-    let root =
-        json!({"driver": "file", "node-name": "root", "filename": text(&spec.root)?, "read-only": true});
+    let root = json!({
+        "driver": "file", "node-name": "root", "filename": text(&spec.root)?, "read-only": true,
+        "locking": UNLOCKED,
+    });
     line.json("-blockdev", &root);
     line.add(["-device", "virtio-blk-device,drive=root"]);
     let top = disk(&mut line, &spec.disk)?;
@@ -144,6 +150,8 @@ fn disk(line: &mut Line, layers: &[DiskLayer]) -> Result<String, VmmError> {
                 if writable {
                     node["discard"] = "unmap".into();
                     node["detect-zeroes"] = "unmap".into();
+                } else {
+                    node["locking"] = UNLOCKED.into();
                 }
                 (vec![node], layer_node(0))
             }
@@ -191,10 +199,13 @@ pub(super) fn layer_nodes(
         format["discard"] = "unmap".into();
         format["detect-zeroes"] = "unmap".into();
     }
-    let protocol = json!({
+    let mut protocol = json!({
         "driver": "file", "node-name": file, "filename": text(path)?, "read-only": !writable, "discard": "unmap",
         "cache": cache,
     });
+    if !writable {
+        protocol["locking"] = UNLOCKED.into();
+    }
     Ok([protocol, format])
 }
 
@@ -229,5 +240,27 @@ impl Line {
 
     fn json(&mut self, name: &str, value: &Value) {
         self.option(name, value.to_string());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_are_only_read_are_not_locked() {
+        let layers = ["/own/1.qcow2", "/own/0.qcow2", "/t/disk"].map(|path| DiskLayer { path: path.into() });
+        let mut line = Line::default();
+        assert_eq!(disk(&mut line, &layers).unwrap(), "l2");
+        let nodes = line.0.iter().filter_map(|word| {
+            let node: Value = serde_json::from_str(word.to_str()?).ok()?;
+            (node["driver"] == "file").then_some(node)
+        });
+        let nodes = nodes.collect::<Vec<_>>();
+        assert_eq!(nodes.len(), 3);
+        for node in nodes {
+            let locked = node.get("locking").is_none();
+            assert_eq!(locked, node["read-only"] == false, "{node}");
+        }
     }
 }

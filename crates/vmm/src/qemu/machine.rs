@@ -9,6 +9,10 @@ use std::{
 
 use async_trait::async_trait;
 use fs_err as fs;
+use rustix::{
+    fs::{CWD, Mode, OFlags, ResolveFlags},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+};
 use serde_json::{Value, json};
 use space_node_manager::ProcessIdentity;
 use tokio::{net::UnixStream, sync::watch, task::spawn_blocking};
@@ -111,12 +115,8 @@ impl Inner {
     /// The file is made here and handed over open: the monitor need not even see where it lies.
     async fn save_state(&self, to: &Path) -> Result<(), VmmError> {
         let step = "saving device state";
-        let file = fs::OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .open(to)
-            .map_err(|e| io_error("create", to, e))?;
-        let passed = self.qmp.send_file(file.into_parts().0.into()).await;
+        let file = create_new(to).map_err(|e| io_error("create", to, e))?;
+        let passed = self.qmp.send_file(file).await;
         let set = self.answer(step, "add-fd", passed).await?;
         let set = set.get("fdset-id").cloned().unwrap_or_default();
         let arguments = json!({"filename": format!("/dev/fdset/{set}"), "live": false});
@@ -388,9 +388,24 @@ impl Port {
     }
 }
 
-/// Connects to a listening socket; succeeds at once as long as there is room in its backlog.
+/// Connects to a listening socket: at once, or not at all if there is no room in its backlog.
 pub(super) fn connect(path: &Path) -> std::io::Result<UnixStream> {
-    let stream = std::os::unix::net::UnixStream::connect(path)?;
-    stream.set_nonblocking(true)?;
-    UnixStream::from_std(stream)
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    UnixStream::from_std(socket.into())
+}
+
+/// Makes a file to be written. Whoever runs this may be root, in a directory that is another user's: no link on the way
+/// is followed.
+pub(super) fn create_new(path: &Path) -> std::io::Result<OwnedFd> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+    Ok(rustix::fs::openat2(
+        CWD,
+        path,
+        flags,
+        mode,
+        ResolveFlags::NO_SYMLINKS,
+    )?)
 }

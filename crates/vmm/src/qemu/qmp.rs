@@ -19,7 +19,10 @@ use serde_json::{Value, json};
 use tokio::{
     io::Interest,
     net::UnixStream,
-    sync::{mpsc, oneshot, watch},
+    sync::{
+        mpsc::{self, error::SendTimeoutError},
+        oneshot, watch,
+    },
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -133,11 +136,18 @@ impl Qmp {
         let (answer, answered) = oneshot::channel();
         if self.close.is_cancelled() {
             // The task may not have seen it yet, but nothing more is to reach the monitor.
-            return Pending { answered };
+            return Pending(Some(answered));
         }
-        // A closed queue drops `answer`, which `Pending` sees.
-        self.commands.send(Queued { line, file, answer }).await.ok();
-        Pending { answered }
+        // A closed queue drops `answer`, which `Pending` sees. A full one is emptied by no more than answers: one that
+        // stays full is of a monitor that has stopped reading.
+        match self
+            .commands
+            .send_timeout(Queued { line, file, answer }, COMMAND_LIMIT)
+            .await
+        {
+            Err(SendTimeoutError::Timeout(_)) => Pending(None),
+            _ => Pending(Some(answered)),
+        }
     }
 
     /// Runs a command and waits for its answer.
@@ -146,15 +156,16 @@ impl Qmp {
     }
 }
 
-/// An answer on its way.
+/// An answer on its way; none if the command found no room.
 #[derive(Debug)]
-pub(super) struct Pending {
-    answered: oneshot::Receiver<Result<Value, String>>,
-}
+pub(super) struct Pending(Option<oneshot::Receiver<Result<Value, String>>>);
 
 impl Pending {
     pub(super) async fn wait(self) -> Result<Value, QmpError> {
-        match tokio::time::timeout(COMMAND_LIMIT, self.answered).await {
+        let Some(answered) = self.0 else {
+            return Err(QmpError::TimedOut);
+        };
+        match tokio::time::timeout(COMMAND_LIMIT, answered).await {
             Ok(Ok(Ok(value))) => Ok(value),
             Ok(Ok(Err(words))) => Err(QmpError::Refused(words)),
             Ok(Err(_)) => Err(QmpError::Closed),
@@ -347,6 +358,20 @@ mod tests {
             .expect("it ends")
             .unwrap();
         assert!(seen.is_empty(), "{seen:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_monitor_that_does_not_read_is_not_waited_for_without_end() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let qmp = Qmp::new(ours, &TaskTracker::new());
+        let long = "x".repeat(64 * 1024);
+        let mut last = None;
+        // What a socket holds, one that is being written, and what the queue holds.
+        for _ in 0..2 * QUEUE {
+            last = Some(qmp.send("long", json!({ "a": long })).await);
+        }
+        let asked = last.expect("one was sent");
+        assert!(matches!(asked.wait().await, Err(QmpError::TimedOut)));
     }
 
     #[tokio::test]

@@ -302,11 +302,10 @@ fn check(spec: &MachineSpec) -> Result<(), VmmError> {
 
 /// Makes the memory file of a booting machine: sparse, and the monitor's for now.
 async fn memory_file(shared: &Shared, path: &Path, bytes: u64, uid: u32) -> Result<(), VmmError> {
-    let made = fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(path)
-        .and_then(|file| file.set_len(bytes).map(|()| file.into_parts().0.into()));
+    let made = machine::create_new(path).and_then(|file| {
+        rustix::fs::ftruncate(&file, bytes)?;
+        Ok(file)
+    });
     let file = made.map_err(|e| io_error("create the memory file", path, e))?;
     machine::give(shared, file, uid).await
 }

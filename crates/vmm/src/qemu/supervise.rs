@@ -32,6 +32,11 @@ const CONSOLE: usize = 16 * 1024;
 /// How much of console or log an [`ExitReason`] carries, bytes.
 const END: usize = 2 * 1024;
 
+/// Longest log that is left alone, bytes, and how often it is looked at. What a guest does can make QEMU write to it, and
+/// it may lie in memory.
+const LOG: u64 = 1 << 20;
+const LOG_AGAIN: Duration = Duration::from_secs(5);
+
 /// How Linux begins to say that it has panicked.
 const PANIC: &str = "Kernel panic - not syncing";
 
@@ -195,7 +200,12 @@ pub(super) async fn supervise(
     mut orders: watch::Receiver<Order>,
     tell: watch::Sender<Option<ExitReason>>,
 ) {
-    let cause = match first_sign(&qmp, &mut watched.process, &mut orders).await {
+    let log = watched.log.clone();
+    let sign = tokio::select! {
+        sign = first_sign(&qmp, &mut watched.process, &mut orders) => sign,
+        sign = keep_short(&log) => match sign {},
+    };
+    let cause = match sign {
         Sign::Ordered(Order::Detach | Order::None) => return,
         Sign::Ordered(Order::Kill) => Some(ExitReason::Killed),
         Sign::Guest(reason) => Some(guest_end(&reason, &watched.console.text(&qmp).await)),
@@ -279,6 +289,28 @@ pub(super) async fn monitor_end(
         format!("{words}: {log}")
     };
     ExitReason::MonitorFailed { detail }
+}
+
+/// Shortens a log for as long as there is a machine.
+async fn keep_short(log: &Path) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(LOG_AGAIN).await;
+        if let Err(error) = shorten(log) {
+            tracing::debug!(%error, "a monitor's log is not kept short");
+        }
+    }
+}
+
+/// Leaves no more than its end of a log that is too long. The monitor appends, so it goes on behind that.
+fn shorten(path: &Path) -> std::io::Result<()> {
+    use std::io::Write;
+    if fs::symlink_metadata(path)?.len() <= LOG {
+        return Ok(());
+    }
+    let end = log_end(path);
+    let mut log = fs::OpenOptions::new().append(true).open(path)?;
+    log.set_len(0)?;
+    log.write_all(format!("(earlier lines were removed)\n{end}\n").as_bytes())
 }
 
 fn log_end(path: &Path) -> String {
@@ -366,6 +398,28 @@ mod tests {
         let (_, lost) = watch::channel(None);
         let mut gone = Process::new(privileges, identity, lost);
         assert_eq!(gone.ended().await, ExitStatus::Unknown);
+    }
+
+    #[test]
+    fn a_log_is_bounded_and_its_writer_goes_on() {
+        use std::io::Write;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("monitor.log");
+        let mut monitor = fs::OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(&path)
+            .unwrap();
+        monitor.write_all(b"first\n").unwrap();
+        shorten(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "first\n");
+        monitor.write_all(&vec![b'x'; 2 << 20]).unwrap();
+        monitor.write_all(b"\nlast\n").unwrap();
+        shorten(&path).unwrap();
+        monitor.write_all(b"next\n").unwrap();
+        let log = fs::read_to_string(&path).unwrap();
+        assert!(log.len() <= 2 * END && log.ends_with("\nlast\nnext\n"), "{log}");
+        assert!(log_end(&path).ends_with("next"));
     }
 
     #[test]

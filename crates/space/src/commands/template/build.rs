@@ -10,7 +10,7 @@ use std::{
 use clap::Args;
 use serde_json::json;
 use space_api::size::SizeClass;
-use space_node_manager::LocalPrivileges;
+use space_node_manager::{LocalOptions, LocalPrivileges};
 use space_volume::{BuildOptions, Recipe};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -162,7 +162,12 @@ impl Build {
         installation: &Installation,
         templates: &Path,
     ) -> Result<assemble::Parts, CliError> {
-        let privileges = LocalPrivileges::new(&installation.name, &installation.run_directory)
+        let options = LocalOptions {
+            // The one that machines are built as; all else is root's.
+            users: installation.build_uid()..=installation.build_uid(),
+            ..LocalOptions::default()
+        };
+        let privileges = LocalPrivileges::with(&installation.name, &installation.run_directory, options)
             .map_err(|error| assemble::privilege_error(error, installation))?;
         assemble::Parts::new(
             installation,
