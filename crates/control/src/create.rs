@@ -280,7 +280,7 @@ async fn finish(
         match deadlines::at_least(app, &new.id, after(Timestamp::now(), timeout)).await {
             Ok(deadline) => new.deadline = deadline,
             Err(error) => {
-                tracing::warn!(sandbox = %new.id, ?error, "a slow create did not get its full time")
+                tracing::warn!(sandbox = %new.id, ?error, "a slow create did not get its full time");
             }
         }
     }

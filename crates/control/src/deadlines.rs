@@ -1,35 +1,37 @@
 //! Moving deadlines. The node keeps them; what is decided by looking at one and moving it is decided for one sandbox at a time, lest
 //! two who keep it alive at once shorten what the other was promised.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
 
 use jiff::Timestamp;
 use space_api::id::SandboxId;
 use space_node::NodeError;
 use space_store::StoreError;
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::OwnedMutexGuard;
 
-use crate::app::App;
+use crate::app::{App, lock};
 
-/// Locks for all sandboxes together; two that share one only wait for each other.
-const LOCKS: usize = 64;
+/// Locks that may be kept beyond their use; with more of them those that nobody holds or waits for go.
+const KEPT: usize = 256;
 
-/// One holder at a time for each sandbox.
-#[derive(Debug)]
-pub(crate) struct Deadlines([Mutex<()>; LOCKS]);
-
-impl Default for Deadlines {
-    fn default() -> Self {
-        Self(std::array::from_fn(|_| Mutex::default()))
-    }
-}
+/// One lock for each sandbox whose deadline is being moved: a sandbox that is slow to answer holds up no other.
+#[derive(Debug, Default)]
+pub(crate) struct Deadlines(Mutex<HashMap<SandboxId, Arc<tokio::sync::Mutex<()>>>>);
 
 impl Deadlines {
-    async fn alone(&self, id: &SandboxId) -> MutexGuard<'_, ()> {
-        let mut hasher = DefaultHasher::new();
-        id.hash(&mut hasher);
-        let at = usize::try_from(hasher.finish() % LOCKS as u64).unwrap_or(0);
-        self.0[at].lock().await
+    fn of(&self, id: &SandboxId) -> Arc<tokio::sync::Mutex<()>> {
+        let mut locks = lock(&self.0);
+        if locks.len() >= KEPT {
+            locks.retain(|_, lock| Arc::strong_count(lock) > 1);
+        }
+        locks.entry(id.clone()).or_default().clone()
+    }
+
+    async fn alone(&self, id: &SandboxId) -> OwnedMutexGuard<()> {
+        self.of(id).lock_owned().await
     }
 }
 
@@ -58,9 +60,11 @@ pub(crate) async fn set(app: &App, id: &SandboxId, deadline: Timestamp) -> Resul
     write(app, id, deadline).await
 }
 
-/// Has the store say what the node says.
+/// Has the store say what the node says, unless somebody is moving it, who writes it down then.
 pub(crate) async fn follow(app: &App, id: &SandboxId) -> Result<(), StoreError> {
-    let _alone = app.deadlines.alone(id).await;
+    let Ok(_alone) = app.deadlines.of(id).try_lock_owned() else {
+        return Ok(());
+    };
     if let Ok(status) = app.node.status(id).await {
         app.store.set_deadline(id, status.deadline).await?;
     }
@@ -78,4 +82,23 @@ async fn write(app: &App, id: &SandboxId, deadline: Timestamp) -> Result<(), Not
         .await
         .map_err(NotMoved::Store)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn locks_are_of_one_sandbox_and_go_when_nobody_needs_them() {
+        let deadlines = Deadlines::default();
+        let held = SandboxId::random();
+        let guard = deadlines.alone(&held).await;
+        for _ in 0..3 * KEPT {
+            drop(deadlines.alone(&SandboxId::random()).await);
+        }
+        assert!(lock(&deadlines.0).len() <= KEPT);
+        assert!(deadlines.of(&held).try_lock_owned().is_err(), "it is held still");
+        drop(guard);
+        assert!(deadlines.of(&held).try_lock_owned().is_ok());
+    }
 }

@@ -139,16 +139,16 @@ impl Failures {
         self.0.push(error);
     }
 
-    /// The first one decides the exit code; the others are said beside it.
-    pub(crate) fn finish(self) -> Result<ExitCode, CliError> {
-        let mut failures = self.0.into_iter();
-        let Some(first) = failures.next() else {
+    /// All are told; the first one decides the exit code.
+    pub(crate) fn finish(mut self, as_json: bool) -> Result<ExitCode, CliError> {
+        let code = self.0.first().map(CliError::exit_code);
+        let (Some(last), Some(code)) = (self.0.pop(), code) else {
             return Ok(ExitCode::SUCCESS);
         };
-        for other in failures {
-            output::note(format!("space: {}", output::printable(&other.chain().join(": "))));
+        for other in &self.0 {
+            output::error(other, as_json);
         }
-        Err(first)
+        Err(last.exiting(code))
     }
 }
 
@@ -195,5 +195,22 @@ impl From<std::io::Error> for CliError {
 impl From<anyhow::Error> for CliError {
     fn from(error: anyhow::Error) -> Self {
         Self::new(Kind::Environment, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_went_on_after_a_failure_ends_with_the_code_of_the_first() {
+        assert!(Failures::default().finish(false).is_ok());
+        let mut failures = Failures::default();
+        let missing = CliError::new(Kind::NotFound, anyhow::anyhow!("no such thing"));
+        failures.add(missing.about("it was not ended"));
+        failures.add(CliError::usage("no"));
+        let error = failures.finish(true).expect_err("two have failed");
+        assert_eq!(error.exit_code(), 4);
+        assert_eq!(error.chain(), ["no"]);
     }
 }

@@ -50,14 +50,14 @@ impl Pause {
                     }
                 }
                 Err(error) => {
-                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not paused")))
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not paused")));
                 }
             }
         }
         if global.json {
             output::json(&records)?;
         }
-        failures.finish()
+        failures.finish(global.json)
     }
 }
 
@@ -75,14 +75,14 @@ impl Resume {
                     }
                 }
                 Err(error) => {
-                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not resumed")))
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not resumed")));
                 }
             }
         }
         if global.json {
             output::json(&records)?;
         }
-        failures.finish()
+        failures.finish(global.json)
     }
 }
 

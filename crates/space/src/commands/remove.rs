@@ -67,13 +67,13 @@ impl Remove {
                     missing.push(id);
                 }
                 Err(error) => {
-                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not ended")))
+                    failures.add(CliError::from(error).about(&format!("sandbox {id} was not ended")));
                 }
             }
         }
         if global.json {
             output::json(&json!({"removed": removed, "not_found": missing}))?;
         }
-        failures.finish()
+        failures.finish(global.json)
     }
 }
