@@ -57,7 +57,7 @@ const FINISH: Duration = Duration::from_secs(10);
 pub struct ServerConfig {
     /// Names everything that is made: 1 to 16 characters of `[a-z0-9]`.
     pub installation: String,
-    /// Where its lock lies.
+    /// Where the sockets lie; made if need be.
     pub run_directory: PathBuf,
     /// User ids of monitors.
     pub users: RangeInclusive<u32>,
