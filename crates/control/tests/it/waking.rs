@@ -7,6 +7,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use space_api::lifecycle::SandboxState;
 use space_node::{Node as _, WakeReason};
+use space_store::Store as _;
 use tokio::sync::Notify;
 
 use crate::{
@@ -14,8 +15,14 @@ use crate::{
     platform::{Platform, Sandbox, error},
 };
 
+/// Unasked, as a node does that finds it idle; and until the store has heard of it.
 async fn pause(platform: &Platform, sandbox: &Sandbox) {
     platform.node.pause(&sandbox.id).await.expect("pauses");
+    eventually("the store follows", async || {
+        let row = platform.store.sandbox(&sandbox.id).await.expect("reads");
+        row.is_some_and(|row| row.state == SandboxState::Paused)
+    })
+    .await;
 }
 
 fn is_paused(platform: &Platform, sandbox: &Sandbox) -> bool {
