@@ -160,3 +160,38 @@ pub(crate) fn read_maps(maps: OwnedFd) -> io::Result<String> {
     }
     Ok(seen)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_there_ending_or_gone() {
+        let own = stat(std::process::id()).unwrap().unwrap();
+        assert!(!own.exiting && own.start_ticks > 0, "{own:?}");
+        let mut child = std::process::Command::new("/bin/true").spawn().unwrap();
+        let wait = rustix::process::WaitId::Pid(Pid::from_child(&child));
+        let keep = rustix::process::WaitIdOptions::EXITED | rustix::process::WaitIdOptions::NOWAIT;
+        rustix::process::waitid(wait, keep).unwrap();
+        let ended = stat(child.id()).unwrap().unwrap();
+        assert!(ended.exiting, "{ended:?}");
+        let identity = ProcessIdentity {
+            pid: child.id(),
+            start_ticks: ended.start_ticks,
+        };
+        assert!(is_same(identity).unwrap());
+        child.wait().unwrap();
+        assert!(stat(u32::MAX).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_memory_of_this_program_is_not_opened() {
+        let pid = std::process::id();
+        let start_ticks = start_ticks(pid).unwrap().unwrap();
+        let outcome = open_memory(ProcessIdentity { pid, start_ticks });
+        assert!(
+            matches!(outcome, Err(PrivilegeError::Refused { .. })),
+            "{outcome:?}"
+        );
+    }
+}
