@@ -27,6 +27,37 @@ pub(crate) struct Stack {
     installation: String,
     directory: Directory,
     pooled: bool,
+    _guard: Guard,
+}
+
+/// Ends the monitors of a test that failed, which would otherwise outlive it, as monitors do. What else is left, the next
+/// node of the same name sweeps.
+struct Guard {
+    installation: String,
+}
+
+impl Guard {
+    fn new(installation: &str) -> Self {
+        Self {
+            installation: installation.to_owned(),
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        let group = format!("/space-{}/", self.installation);
+        for (pid, groups) in processes() {
+            if groups.contains(&group)
+                && let Some(pid) = Pid::from_raw(pid)
+            {
+                drop(rustix::process::kill_process(pid, rustix::process::Signal::KILL));
+            }
+        }
+    }
 }
 
 /// No machines but those that a test asks for.
@@ -120,6 +151,7 @@ impl Stack {
         let node = open(directory.path(), &installation, pool).await;
         Some(Self {
             node,
+            _guard: Guard::new(&installation),
             installation,
             directory: Directory::Own(directory),
             pooled,
@@ -140,6 +172,7 @@ impl Stack {
         let node = open(&directory, &installation, no_pool()).await;
         Some(Self {
             node,
+            _guard: Guard::new(&installation),
             installation,
             directory: Directory::Given(directory),
             pooled: false,
@@ -165,6 +198,7 @@ impl Stack {
         let node = open(directory.path(), &installation, no_pool()).await;
         Self {
             node,
+            _guard: Guard::new(&installation),
             installation,
             directory: Directory::Own(directory),
             pooled: false,
