@@ -115,9 +115,12 @@ impl Services {
     }
 
     /// The services as routes, for requests from `origin`. Also prepares, in the background, what
-    /// the first process to be started needs.
+    /// the first process to be started needs. Only inside a runtime.
     pub fn router(self: &Arc<Self>, origin: Origin) -> Router {
         self.processes.prepare();
+        if origin == Origin::Channel {
+            self.processes.relieve();
+        }
         routes::router(self, origin)
     }
 

@@ -141,6 +141,15 @@ fn whoever_takes_all_processes_memory_or_processors_leaves_the_daemon_its_own() 
     );
     assert_eq!(hog["cause"], "out_of_memory", "{hog}");
     pair.assert_both_are_well();
+    // One that is never refused memory, for the pages of its own code can always be read again: it would go on for minutes.
+    let begun = Instant::now();
+    let thrashing = pair.ended(
+        "120s",
+        "exec python3 -c 'b = []\nwhile True: b.append(b\"x\" * (16 << 20))'",
+    );
+    assert_eq!(thrashing["cause"], "out_of_memory", "{thrashing}");
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
+    pair.assert_both_are_well();
 
     // The highest priority there is, on every processor.
     let mut spin = pair.begin("exec chrt -f 99 sh -c 'while :; do :; done'");

@@ -36,6 +36,7 @@ mod input;
 mod launch;
 mod launcher;
 mod log;
+mod relief;
 mod run;
 mod service;
 
@@ -270,6 +271,13 @@ impl Processes {
         };
         if let Err(error) = self.launchers.give(Box::new(work)) {
             tracing::debug!(%error, "no thread to prepare a process group");
+        }
+    }
+
+    /// Ends commands that take all memory and get nowhere, from now on. Only inside a runtime.
+    pub(crate) fn relieve(&self) {
+        if let Some(agent) = self.core.config.agent_cgroup.clone() {
+            tokio::spawn(relief::watch(agent));
         }
     }
 
