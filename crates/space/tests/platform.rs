@@ -352,6 +352,11 @@ fn a_shell_is_a_terminal_and_gives_ours_back() {
     terminal.wait_for("resized");
     terminal.send("echo be''gun; sleep 100\n");
     terminal.wait_for("begun");
+    // Only once it has become `sleep` is the job surely in the foreground; before, the shell may be the one interrupted.
+    space_test_support::eventually("the job in the foreground", Duration::from_secs(20), || {
+        let found = platform.run(&["sandbox", "exec", &id, "--", "pgrep", "-f", "^sleep 100$"]);
+        found.status.success().then_some(())
+    });
     terminal.send("\u{3}");
     terminal.send("echo aft''er; exit 3\n");
     terminal.wait_for("after");
